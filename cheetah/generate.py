@@ -11,10 +11,10 @@ from typing import Any
 
 from cheetah.blocks import handoff, known_rows, markov, repack
 from cheetah.lang import ty
-from cheetah.manifest import Launch, Manifest
+from cheetah.manifest import RANK, Launch, Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense import head, program, prompt
-from cheetah.package import Generated, KernelParameter, described, no_collections, packaged
+from cheetah.package import RANK_NUMBER, Generated, KernelParameter, described, no_collections, packaged, peer_parameter
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import M_TILE_ROWS
@@ -178,6 +178,7 @@ def generate_handoff(gpu: Gpu, plan: Plan, drafts: Drafts = "model") -> Generate
     parameters = {name: KernelParameter(type_, meaning) for name, (type_, meaning) in buffers.items()}
     parameters |= {name: KernelParameter(*one) for name, one in handoff.OWN.items()}
     parameters |= {field.name: KernelParameter(ty.u32, f"Handoff.{field.name}") for field in fields(numbers)}
+    parameters |= {} if gpu.ranks == 1 else {RANK: RANK_NUMBER}
     manifest = described(
         handoff.KERNEL_NAME,
         gpu,
@@ -188,7 +189,7 @@ def generate_handoff(gpu: Gpu, plan: Plan, drafts: Drafts = "model") -> Generate
         plan=plan.to_dict(),
     )
     about = "Hands over between a model that drafts and one that verifies. Generated; do not edit."
-    return packaged(handoff.build_handoff(drafts), manifest, about)
+    return packaged(handoff.build_handoff(drafts, gpu.ranks), manifest, about)
 
 
 def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
@@ -216,6 +217,8 @@ def generate_markov(config: ModelConfig, gpu: Gpu) -> Generated:
     """The kernel that chooses tokens of a block of a drafter with a Markov head, one a launch."""
     assert config.block is not None
     rank, blocks = round_up(config.block.markov_rank, markov.UNIT), gpu.blocks
+    tokens = KernelParameter(*markov.BUFFERS["tokens"])
+    peers = {peer_parameter("tokens", further): tokens for further in range(1, gpu.ranks)}
     manifest = described(
         markov.KERNEL_NAME,
         gpu,
@@ -223,12 +226,13 @@ def generate_markov(config: ModelConfig, gpu: Gpu) -> Generated:
         {
             **{name: KernelParameter(*one) for name, one in markov.BUFFERS.items()},
             **{name: KernelParameter(ty.u32, meaning) for name, meaning in markov.NUMBERS.items()},
+            **(peers | {RANK: RANK_NUMBER} if peers else {}),
         },
         {"vocab": config.vocab_size, "rank": rank, "blocks": blocks},
         command="cheetah.generate.generate_markov",
     )
     about = "Chooses a token of a block behind the one before. Generated; do not edit."
-    return packaged(markov.build_markov(blocks, config.vocab_size, rank), manifest, about)
+    return packaged(markov.build_markov(blocks, config.vocab_size, rank, [*peers]), manifest, about)
 
 
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "", traced: bool = False) -> Manifest:

@@ -83,6 +83,9 @@ class KernelParameter:
         return tuple(sizes.get(length, length) if isinstance(length, str) else length for length in self.shape)
 
 
+RANK_NUMBER = KernelParameter(ty.u32, "which of the GPUs that make the steps together this is")
+
+
 def described(
     kernel: str,
     gpu: Gpu,

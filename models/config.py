@@ -346,12 +346,11 @@ class ModelConfig:
         """hidden_size rounded up to whole tile pairs (32 columns)."""
         return round_up(self.hidden_size, COLUMN_ALIGN)
 
-    @property
-    def embedding_columns(self) -> int:
-        """Elements of a row of the buffer `embedding`: of a head that drafts what a token adds to q, k and v, or to the
-        residual."""
+    def embedding_columns(self, ranks: int = 1) -> int:
+        """Elements of a row of the buffer `embedding`: of a head that drafts what a token adds to q, k and v, of which
+        each of so many GPUs has its heads', or to the residual."""
         joins = self.drafter is None or self.drafter.joins_residual
-        return self.padded_hidden if joins else self.qkv_rows
+        return self.padded_hidden if joins else self.shape.of_rank(ranks).qkv_rows
 
     @property
     def kv_bytes_per_token(self) -> int:

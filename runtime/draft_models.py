@@ -45,8 +45,11 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
     given = options.speculative_config
     if given is None or (asked := draft_model_of(given)) is None:
         return None
-    if options.tensor_parallel_size > 1:
-        raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
+    if asked.tensor_parallel_size not in (None, options.tensor_parallel_size):
+        raise CheetahError(
+            f"speculative_config: draft_tensor_parallel_size is {shown(asked.tensor_parallel_size)}: what drafts is "
+            f"shared out to as many GPUs as the model, {options.tensor_parallel_size}: leave it out"
+        )
     where = asked.revision, options.local_files_only
     method = asked.method or _method_of_files(asked, options)
     if method == MTP:

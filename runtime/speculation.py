@@ -34,7 +34,8 @@ DEFAULT_DRAFTS_OF_MTP = 3
 USUAL_DRAFTS = {MTP: DEFAULT_DRAFTS_OF_MTP, **dict.fromkeys(BLOCK_METHODS, DEFAULT_DRAFTS)}
 WITHOUT_MEANING = ("disable_padded_drafter_batch", "enforce_eager", "prompt_lookup_device")
 """Keys that change nothing here."""
-OF_MODEL, OF_NGRAMS = ("model", "revision", "quantization"), ("prompt_lookup_min", "prompt_lookup_max")
+OF_MODEL = ("model", "revision", "quantization", "draft_tensor_parallel_size")
+OF_NGRAMS = ("prompt_lookup_min", "prompt_lookup_max")
 KNOWN = ("method", "num_speculative_tokens", *OF_MODEL, *OF_NGRAMS, *WITHOUT_MEANING)
 ALONE = {
     "rejection_sample_method": (
@@ -42,7 +43,6 @@ ALONE = {
         "the tokens are those that are made without drafts, so nothing is rejected by chance",
     ),
     "draft_sample_method": ("probabilistic", "drafts are drawn with the request's own noise, so that more are right"),
-    "draft_tensor_parallel_size": (1, "a draft model runs on one GPU"),
 }
 """Keys with the one value that there is here, and why."""
 
@@ -50,12 +50,14 @@ ALONE = {
 @dataclass(frozen=True)
 class DraftModelAsked:
     """Which checkpoint drafts: as `LLM`'s own options say which one answers; None: the one that answers, by MTP.
-    method: one of BY_MODEL; None: its config.json says which."""
+    method: one of BY_MODEL; None: its config.json says which. tensor_parallel_size: as it was given, which is nothing
+    or that of the model."""
 
     model: str | None
     revision: str | None = None
     quantization: str | None = None
     method: str | None = None
+    tensor_parallel_size: object = None
 
 
 def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
@@ -67,7 +69,8 @@ def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
     if (model is None or not str(model)) and method != MTP:
         raise CheetahError(f"speculative_config: method {method} needs `model`: the checkpoint that drafts")
     own, stated = str(model or "") or None, method if given.get("method") else None
-    return DraftModelAsked(own, _text(given, "revision"), _text(given, "quantization"), stated)
+    texts = _text(given, "revision"), _text(given, "quantization")
+    return DraftModelAsked(own, *texts, stated, given.get("draft_tensor_parallel_size"))
 
 
 def speculation_of(config: Mapping[str, Any] | str) -> Speculation:

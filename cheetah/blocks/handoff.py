@@ -10,6 +10,8 @@ positions, and the next launch that drafts begins with all of them. So it does w
 it is written down which rows are to be made, and where: the next launch does (`cheetah.blocks.known_rows`).
 
 A sequence that is over stays as it is: what later rounds make of it they make again, and nobody hears of it.
+
+Of several GPUs each does this to its own tables, by the same numbers, and the first one tells the host.
 """
 
 from __future__ import annotations
@@ -80,17 +82,18 @@ OWN: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str]] = {
 """Buffers of this kernel alone: type, meaning, shape, fill."""
 
 
-def build_handoff(drafts: Drafts) -> ch.Kernel:
-    """The kernel: one block of THREADS threads."""
+def build_handoff(drafts: Drafts, ranks: int = 1) -> ch.Kernel:
+    """The kernel: one block of THREADS threads, on each of so many GPUs."""
     buffers = BUFFERS | MORE[drafts]
     parameters: dict[str, ty.Type] = {name: one[0] for name, one in buffers.items()}
     parameters |= {name: one[0] for name, one in OWN.items()}
     parameters |= {field.name: ty.u32 for field in fields(NUMBERS[drafts])}
+    parameters |= {} if ranks == 1 else {"rank": ty.u32}
     ahead = {} if drafts == "block" else {"ahead": 0}
 
     @ch.kernel(ch.Params(**parameters), name=KERNEL_NAME, max_threads=THREADS[drafts])
     def handoff(**given: Any) -> None:
-        _emit(SimpleNamespace(**given, **ahead, is_head=drafts == "head", is_block=drafts == "block"))
+        _emit(SimpleNamespace(**ahead, **{"rank": None} | given, is_head=drafts == "head", is_block=drafts == "block"))
 
     return handoff
 
@@ -121,7 +124,7 @@ def _emit(given: Any) -> None:
         with ch.if_((given.is_verified != 0) & (sequence == 0)):
             _count_feature_steps(given)
     with ch.if_((given.is_verified != 0) & (sequence == 0)):
-        prim.store_relaxed_u32(given.done, given.number + 1, scope=SYSTEM)
+        _tell_host(given, given.done, given.number + 1)
 
 
 @ch.inline
@@ -239,7 +242,7 @@ def _go_on(given: Any, sequence: Any, row: Any, drafted: Any) -> None:
                     _count_again(given, row, drafted, first, reached)
                 _read_on(given, sequence, row, own, drafted, first, reached, left - reached)
             _verify_on(given, sequence, own, first, reached, left - reached)
-        prim.store_relaxed_u32(given.done + 1 + sequence, given.left[sequence], scope=SYSTEM)
+        _tell_host(given, given.done + 1 + sequence, given.left[sequence])
 
 
 @ch.inline
@@ -251,8 +254,17 @@ def _tell(given: Any, sequence: Any, first: Any, reached: Any, drafts: Any) -> N
         token = ch.const(ty.u32, given.tokens[first + 1 + number], name="made_token")
         counts = (drafts | number << EMITTED_COUNT_BITS) << EMITTED_BITS
         place = given.told + sequence * given.told_room + (known + number)
-        prim.store_relaxed_u32(place, ch.select(token < CANCELLED_TOKEN, token | counts, token), scope=SYSTEM)
+        _tell_host(given, place, ch.select(token < CANCELLED_TOKEN, token | counts, token))
     given.made[sequence] = known + reached
+
+
+@ch.inline
+def _tell_host(given: Any, place: Any, word: Any) -> None:
+    if given.rank is None:
+        prim.store_relaxed_u32(place, word, scope=SYSTEM)
+        return
+    with ch.if_(given.rank == 0):
+        prim.store_relaxed_u32(place, word, scope=SYSTEM)
 
 
 @ch.inline

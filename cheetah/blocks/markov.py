@@ -4,14 +4,18 @@ A launch chooses one: of every token the drafter's logit, to which the product o
 token before and its own, over the temperature and with the request's own noise. Every block says the best of its share;
 the next launch takes the best of those, and writes it where the drafter's own choice was. So behind the last one there
 is a launch that chooses nothing. Where a sequence stands the tables of the drafter's launch say.
+
+Of several GPUs the first one chooses, which has the logits of all, and stores the tokens into the others' memories too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.peer_stores import store_at
 from cheetah.blocks.sampling import gumbel
 from cheetah.lang import prim, ty
 from cheetah.plan.kv.tables import NO_TOKEN, SEQUENCE_WORDS, SequenceRecord, word
@@ -39,13 +43,19 @@ NUMBERS = {
 }
 
 
-def build_markov(blocks: int, vocab: int, rank: int) -> ch.Kernel:
-    """The kernel of so many blocks. rank: elements of a row, a multiple of 8."""
+def build_markov(blocks: int, vocab: int, rank: int, peers: Sequence[str] = ()) -> ch.Kernel:
+    """The kernel of so many blocks. rank: elements of a row, a multiple of 8. peers: parameters that point to `tokens`
+    of other GPUs."""
     types = {name: one[0] for name, one in BUFFERS.items()} | dict.fromkeys(NUMBERS, ty.u32)
+    types |= {name: types["tokens"] for name in peers} | ({"rank": ty.u32} if peers else {})
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=WARPS * 32)
     def markov(**given: Any) -> None:
-        _emit(SimpleNamespace(**given), blocks, vocab, rank)
+        own = SimpleNamespace(**given, memories=[given["tokens"], *(given[name] for name in peers)])
+        if not peers:
+            return _emit(own, blocks, vocab, rank)
+        with ch.if_(own.rank == 0):
+            _emit(own, blocks, vocab, rank)
 
     return markov
 
@@ -60,7 +70,8 @@ def _emit(given: Any, blocks: int, vocab: int, rank: int) -> None:
     with ch.if_(given.place > 0):
         before.set(_chosen(given, blocks, thread % 32))
         with ch.if_((ch.block_idx_x() == 0) & (thread == 0)):
-            given.tokens[place] = before
+            for memory, tokens in enumerate(given.memories):
+                store_at(tokens, place, before, is_peers=memory > 0)
     with ch.if_(given.place < given.count):
         before.set(ch.select(before < vocab, before, ty.u32(0)))
         _choose(given, thread, own, number, before, blocks, vocab, rank)

@@ -349,8 +349,6 @@ class Plan:
     def _check_tapped(self, shape: ModelShape, gpu: Gpu) -> None:
         if self.tapped_layers and self.tapped_layers[-1] >= shape.layers:
             raise PlanError(f"Plan: taps is {self.taps!r}: give layers below {shape.layers}, which the model has")
-        if self.taps and gpu.ranks > 1:
-            raise PlanError(f"Plan: taps is {self.taps!r} with {gpu.ranks} GPUs: rows are kept where they are made")
 
     def _check_experts(self, shape: ModelShape, gpu: Gpu) -> None:
         """Every block makes a part of `gated`, behind its reads of the logits: so nobody replaces them under it."""

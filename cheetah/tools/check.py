@@ -233,7 +233,7 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
         partial(_steps, barrier, gpu, several),
         partial(_steps, replace(subject, plan={**WARPS, **plan}), gpu),
         *_draft_makers(subject, gpu, ranks),
-        *_tap_makers(subject, gpu),
+        *_tap_makers(subject, gpu, ranks),
         *_fused_makers(subject, gpu),
     ]
 
@@ -252,11 +252,11 @@ def _draft_makers(subject: Subject, gpu: str, ranks: int = 1) -> list[Maker]:
     return [partial(_steps, drafting_subject(subject.config, subject.plan, ranks), gpu, JudgedDrafts)]
 
 
-def _tap_makers(subject: Subject, gpu: str) -> list[Maker]:
+def _tap_makers(subject: Subject, gpu: str, ranks: int = 1) -> list[Maker]:
     """Of kernels that keep hidden states, if the options name layers."""
     if not subject.plan.get("taps"):
         return []
-    return [partial(_steps, tapped_subject(subject.config, _bare(subject.plan)), gpu, JudgedTaps)]
+    return [partial(_steps, tapped_subject(subject.config, _bare(subject.plan), ranks), gpu, JudgedTaps)]
 
 
 def _bare(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     has_taps, subject = bool(subject.plan.get("taps")), replace(subject, plan=_bare(subject.plan))
     config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
     awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS, ranks)
-    tapped = tapped_subject(config, plan)
+    tapped = tapped_subject(config, plan, ranks)
     return [
         partial(_passes, awkward, gpu, default_pass_plan, share=AWKWARD_SHARE),
         partial(_cut_passes, subject, gpu),

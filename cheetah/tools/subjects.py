@@ -130,9 +130,10 @@ def drafting_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 
     return Subject(_named("one that verifies drafts", small), small, random_tensors(small), fields, True)
 
 
-def tapped_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+def tapped_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
     """One whose kernels keep what all layers but the last leave, with rows that are padded."""
-    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS), TAPPED_LAYERS)
+    kv_heads = max(ranks, min(config.kv_heads, MOST_KV_HEADS))
+    small = sized(config, dealt(AWKWARD, ranks), kv_heads, TAPPED_LAYERS)
     taps = ",".join(map(str, range(small.layers - 1)))
     fields = {"page_size": 5, "stages": 4, "batch": 2, "tokens": 4, **plan, "taps": taps}
     named = _named("one that keeps hidden states", small)

@@ -16,7 +16,7 @@ from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.head_parts import HeadParts
-from cheetah.models.dense.launch import Launch, hidden_states_parameter
+from cheetah.models.dense.launch import Launch, buffer_of, hidden_states_parameter
 from cheetah.models.dense.launch import kernel_parameters as parameters_of_step
 from cheetah.models.dense.page import page_of_head
 from cheetah.models.dense.step_sizes import head_exchange_sizes, published_kinds, workspace_bytes
@@ -37,7 +37,7 @@ def kernel_parameters(config: ModelConfig, plan: Plan, ranks: int = 1) -> dict[s
     of_step = parameters_of_step(config, plan, ranks=ranks)
     of_step["embedding"] = hidden_states_parameter(ty.ptr(ty.bf16))
     renamed = {"embedding": "hidden_states"}
-    return {renamed.get(name, name): one for name, one in of_step.items() if name not in OF_LAYERS}
+    return {renamed.get(name, name): one for name, one in of_step.items() if buffer_of(name) not in OF_LAYERS}
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
-from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
+from cheetah.package import RANK, RANK_NUMBER, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import round_up
@@ -37,9 +37,6 @@ def number_field(meaning: str, type_: ty.Type = ty.u32) -> Any:
 def optional_field(parameter: KernelParameter) -> Any:
     """What some plans or families have."""
     return field(default=None, metadata={"parameter": parameter})
-
-
-RANK_NUMBER = KernelParameter(ty.u32, "which of the GPUs that make the steps together this is")
 
 
 def peers_field(*buffers: str) -> Any:
@@ -241,7 +238,7 @@ class Launch(ModelLaunch):
     known_norm: Expr = optional_field(KNOWN_NORM)
     known_rows: Expr = optional_field(KNOWN_ROWS)
     rank: Expr | None = optional_field(RANK_NUMBER)
-    peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange")
+    peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange", "taps")
     timeline: Expr | None = optional_field(
         KernelParameter(
             ty.ptr_mut(ty.u64),
@@ -250,6 +247,17 @@ class Launch(ModelLaunch):
             "poison",
         )
     )
+
+
+def buffer_of(parameter: str) -> str:
+    """The parameter itself, or that of which it is a peer's."""
+    peer = of_peer(parameter)
+    return parameter if peer is None else peer[0]
+
+
+def in_all_memories(launch: Any, buffer: str) -> tuple[Expr, ...]:
+    """Where a buffer of a launch lies in this GPU's memory, and in those of its peers."""
+    return getattr(launch, buffer), *launch.peers.get(buffer, ())
 
 
 def kernel_parameters(
@@ -321,7 +329,7 @@ def parameters_of(
         "timeline": traced,
         RANK: ranks > 1,
     }
-    return {name: one for name, one in parameters.items() if wanted.get(name, True)}
+    return {name: one for name, one in parameters.items() if wanted.get(buffer_of(name), True)}
 
 
 def biases_of_layer(launch: ModelLaunch, product: Product, layer: Any) -> Any:

@@ -186,7 +186,7 @@ class _Source:
     def pieces(self) -> Iterator[Piece]:
         """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
         config, tensor = self.config, self.tensor
-        yield from _embedding_pieces(config, cast(MatrixRows, self.rows(EMBEDDING)))
+        yield from _embedding_pieces(config, cast(MatrixRows, self.rows(EMBEDDING)), self.rank)
         yield _norms_piece(config, tensor)
         if config.has_biases:
             yield _biases_piece(config, tensor, self.matrices.named(config.table.heads.name), self.rank)
@@ -352,8 +352,8 @@ def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> O
     return cast(QuantizedMatrix, rows(matrix_tensors(config, matrix, layer)[0])).order
 
 
-def _embedding_pieces(config: ModelConfig, embedding: MatrixRows) -> Iterator[Piece]:
-    row_bytes = config.embedding_columns * 2
+def _embedding_pieces(config: ModelConfig, embedding: MatrixRows, rank: Rank) -> Iterator[Piece]:
+    row_bytes = config.embedding_columns(rank.size) * 2
     count = max(1, PIECE_BYTES // row_bytes)
     stored = stored_matrix(embedding)
     read = stored.codes.open() if stored is not None and stored.codes.row_bytes == row_bytes else None
@@ -365,7 +365,7 @@ def _embedding_pieces(config: ModelConfig, embedding: MatrixRows) -> Iterator[Pi
                 if stored.codes.is_f16:
                     round_f16(memory.view(np.uint16), memory.view(np.uint16))
                 return
-            padded = memory.view(np.uint16).reshape(-1, config.embedding_columns)
+            padded = memory.view(np.uint16).reshape(-1, row_bytes // 2)
             padded[:, : embedding.shape[1]] = embedding[first:stop]
             padded[:, embedding.shape[1] :] = 0
 

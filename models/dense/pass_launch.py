@@ -19,7 +19,6 @@ from cheetah.models.dense.launch import (
     NORMS_BEHIND,
     O_BIASES,
     PLACES,
-    RANK_NUMBER,
     ROUTER_BIASES,
     SINKS,
     STATE_SLOTS,
@@ -34,7 +33,8 @@ from cheetah.models.dense.launch import (
     parameters_of,
     peers_field,
 )
-from cheetah.package import KernelParameter
+from cheetah.models.dense.launch import in_all_memories as in_all_memories
+from cheetah.package import RANK_NUMBER, KernelParameter
 from cheetah.plan import Plan
 from cheetah.plan.pass_tables import TABLE_WORDS
 
@@ -77,7 +77,7 @@ class PassLaunch(ModelLaunch):
     places: Expr | None = optional_field(PLACES)
     taps: Expr = optional_field(TAPS)
     rank: Expr | None = optional_field(RANK_NUMBER)
-    peers: Mapping[str, tuple[Expr, ...]] = peers_field("workspace", "hidden_states")
+    peers: Mapping[str, tuple[Expr, ...]] = peers_field("workspace", "hidden_states", "taps")
     timeline: Expr | None = optional_field(
         KernelParameter(
             *(ty.ptr_mut(ty.u64), "nanoseconds of the events of every phase: see cheetah.blocks.timeline"),

@@ -10,6 +10,7 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.by_layer import by_layer, number_among, window_keys
 from cheetah.blocks.delta.memory import DeltaParameters
 from cheetah.blocks.linear.names import with_all_names
+from cheetah.blocks.peer_stores import store_at
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.cases import ACCUMULATORS, Finish, Sums
 from cheetah.blocks.prompt.delta import PassMemory
@@ -22,7 +23,6 @@ from cheetah.blocks.prompt.finish import (
     StoreKept,
     StoreResidual,
     Unscaled,
-    store_at,
 )
 from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads
@@ -33,7 +33,7 @@ from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.dense.page import Kept, NormBehind
-from cheetah.models.dense.pass_launch import PassLaunch
+from cheetah.models.dense.pass_launch import PassLaunch, in_all_memories
 from cheetah.models.dense.pass_sizes import (
     HEAD_SECTIONS,
     JOINT,
@@ -93,8 +93,8 @@ class PassParts:
 
     def sections(self, name: str, element: ty.Type | None = None) -> list[Any]:
         """The same for every rank that makes the pass, this one first."""
-        bases = (self.launch.workspace, *self.launch.peers.get("workspace", ()))
-        starts = [base + ty.u64(ch.named(f"{name.upper()}_AT", self.sizes.sections.offsets[name])) for base in bases]
+        bases, at = in_all_memories(self.launch, "workspace"), self.sizes.sections.offsets[name]
+        starts = [base + ty.u64(ch.named(f"{name.upper()}_AT", at)) for base in bases]
         return starts if element is None else [ch.reinterpret(ty.ptr_mut(element), start) for start in starts]
 
     def is_delta(self, layer: Any) -> Any:
@@ -277,7 +277,7 @@ class PassParts:
             with ch.if_(self._is_here(in_bounds // M_TILE_ROWS)):
                 value = residual[sums * (ACCUMULATOR_BYTES // 4) + ty.u64(lane * ACCUMULATORS + member)]
                 kept = ch.select(row < self.own_hidden, value, ty.f32(0.0))
-                for states in (launch.hidden_states, *launch.peers.get("hidden_states", ())):
+                for states in in_all_memories(launch, "hidden_states"):
                     store_at(states, ty.u64(place), prim.f32_to_bf16(kept), states is not launch.hidden_states)
 
     def _number_here(self, m_tile: Any) -> Any:

@@ -28,7 +28,7 @@ from cheetah.blocks.prompt.product import TileProduct
 from cheetah.blocks.prompt.pushes import UNIT, Pushed, Pushes
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.launch import biases_of_layer
+from cheetah.models.dense.launch import biases_of_layer, in_all_memories
 from cheetah.models.dense.page import (
     ChooseExperts,
     Gated,
@@ -420,7 +420,8 @@ class Pass(PassParts):
         if tapped := self.sizes.plan.tapped_layers:
             of_layer = place_of_layer(tapped, self.shape.layers, layer, ty.u32(0))
             place = ch.select(behind_o, ty.u32(NO_TAP), of_layer)
-            onto_residual = replace(onto_residual, tap=Tap(self.launch.taps, len(tapped), self.hidden, place))
+            memories = in_all_memories(self.launch, "taps")
+            onto_residual = replace(onto_residual, tap=Tap(memories, len(tapped), self.hidden, place))
         if (biases := biases_of_layer(self.launch, o, layer)) is not None:
             onto_residual = replace(onto_residual, biases=biases, has_biases=behind_o)
         finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}

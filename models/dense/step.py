@@ -49,7 +49,7 @@ from cheetah.blocks.verified_tokens import VerifiedTokens
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.head_parts import HeadParts
-from cheetah.models.dense.launch import Launch, bias_rows, biases_of_layer
+from cheetah.models.dense.launch import Launch, bias_rows, biases_of_layer, in_all_memories
 from cheetah.models.dense.page import (
     ChooseExperts,
     Gated,
@@ -507,7 +507,7 @@ class StepParts(HeadParts):
         tapped = self.machine.plan.tapped_layers
         if not tapped or product is not self.table.onto_residual[-1]:
             return None
-        return Tap(self.launch.taps, len(tapped), self.machine.hidden, self.tap_place)
+        return Tap(in_all_memories(self.launch, "taps"), len(tapped), self.machine.hidden, self.tap_place)
 
     def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
         """The norm behind a product: its rows added to the residual."""

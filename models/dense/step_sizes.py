@@ -160,7 +160,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tap_rows": plan.launch_tokens,
         "taps": len(plan.tapped_layers),
         "tapped": 0 if shape.drafter is None else shape.drafter.taps,
-        "head_rows": round_up(shape.head_rows, M_TILE_ROWS),
+        "head_rows": round_up(shape.head_rows, M_TILE_ROWS * gpu.ranks),
         "blocks": gpu.blocks,
         "phases": len(phase_names(config, plan)),
         "router_row": router_row_elements(shape),

@@ -330,7 +330,7 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
     sizes = {
         "weights": matrices.weight_bytes,
         "norms": config.table.norm_count * row,
-        "embedding": config.vocab_size * config.embedding_columns * 2,
+        "embedding": config.vocab_size * config.embedding_columns(matrices.ranks) * 2,
     }
     vectors = vector_shapes(config, matrices.ranks).items()
     return sizes | {name: math.prod(shape) * vector_element_bytes(name) for name, shape in vectors}
@@ -375,9 +375,9 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
     return shapes
 
 
-def head_rows(config: ModelConfig) -> int:
-    """Rows of the head, with those that fill its last M-tile."""
-    return round_up(config.table.head.rows, M_TILE_ROWS)
+def head_rows(config: ModelConfig, ranks: int = 1) -> int:
+    """Rows of the head, with those that fill the last M-tiles of so many GPUs, which have as many each."""
+    return round_up(config.table.head.rows, M_TILE_ROWS * ranks)
 
 
 def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:

@@ -168,7 +168,7 @@ class Eagle3Family(DenseFamily):
         return tensors.shape_meaning(tensor)
 
     def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
-        super().pack_weights(config, matrices, tensors.as_packed(config, packing))
+        super().pack_weights(config, matrices, tensors.as_packed(config, matrices, packing))
 
     def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
         return (*super().model_buffers(config), TOKEN_IDS)

@@ -15,12 +15,14 @@ import numpy as np
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
-from cheetah.models.dense.row_groups import row_groups
+from cheetah.models.dense.row_groups import rank_groups
 from cheetah.models.dense.token_rows import Columns, RowsOfTokens, write_token_ids
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD
 from cheetah.models.drafter import LAYER
 from cheetah.models.family import Packing, ReadTensor
 from cheetah.models.rounding import F32, widen
+from cheetah.plan import StepMatrices
+from cheetah.plan.world import Rank
 
 FC, FC_NORM, INPUT_NORM = "fc.weight", "fc_norm.{number}.weight", "input_norm.weight"
 HIDDEN_NORM, EMBEDDING_NORM = weights.HIDDEN_NORM.format(layer=0), weights.INPUT_NORM.format(layer=0)
@@ -67,27 +69,27 @@ def shape_meaning(tensor: str) -> str:
     return _MEANING[part] if part in _MEANING else weights.shape_meaning(tensor)
 
 
-def _rows_of_tokens(config: ModelConfig, packing: Packing) -> RowsOfTokens:
-    """What the tokens' embeddings make of q, k and v [vocab, rows], in the order of the packed matrix' rows."""
+def _rows_of_tokens(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> RowsOfTokens:
+    """What tokens' embeddings make of a rank's q, k and v [vocab, rows], in the order of the packed matrix' rows."""
     rows = packing.rows or packing.tensor
     half = slice(0, config.hidden_size)
     parts = [Columns(rows(name), half)[:] for name in HEADS]
-    groups = row_groups(config, config.table.heads.name)
-    packed = np.zeros((config.qkv_rows, config.hidden_size), np.uint16)
+    groups = rank_groups(config, matrices[config.table.heads], Rank(packing.rank, matrices.ranks))
+    packed = np.zeros((config.embedding_columns(matrices.ranks), config.hidden_size), np.uint16)
     groups.gather(parts, packed, range(len(groups)))
     return RowsOfTokens(rows(EMBEDDING), widen(packing.tensor(EMBEDDING_NORM)), config.rms_norm_eps, packed)
 
 
-def as_packed(config: ModelConfig, packing: Packing) -> Packing:
+def as_packed(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> Packing:
     """Reads for the packing of a head's weights: the tensors that kernels have, by the names that packing asks for."""
     assert config.drafter is not None
-    write_token_ids(weights.head_rows(config), config.vocab_size, packing)
+    write_token_ids(weights.head_rows(config, matrices.ranks), config.vocab_size, packing)
     read, hidden = packing.rows or packing.tensor, config.hidden_size
     norms = _norms_before_fc(config, packing.tensor)
 
     def rows(name: str) -> Any:
         if name == EMBEDDING:
-            return _rows_of_tokens(config, packing)
+            return _rows_of_tokens(config, matrices, packing)
         if name in HEADS:
             return Columns(read(name), slice(hidden, 2 * hidden))
         if name.startswith(f"{LAYER}fc_"):

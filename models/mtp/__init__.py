@@ -90,7 +90,7 @@ class MtpFamily(DenseFamily):
         return _MEANING.get(tensor) or super().shape_meaning(tensor)
 
     def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
-        write_token_ids(weights.head_rows(config), config.vocab_size, packing)
+        write_token_ids(weights.head_rows(config, matrices.ranks), config.vocab_size, packing)
         super().pack_weights(config, matrices, _as_packed(config, packing))
 
     def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from cheetah.caches import cache_folder
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.options import takes
-from cheetah.plan import Gpu, Plan, gpu_named
+from cheetah.plan import Gpu, Plan, PlanError, gpu_named
 from cheetah.plan.delta import state_slots
 from cheetah.runtime.assembly.blocks import bytes_beside, options_of_blocks, put_together
 from cheetah.runtime.assembly.buffers import (
@@ -211,7 +211,10 @@ def _chosen_kernels(
         if of_drafts is not None:
             left = free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
             asked = _options_of_drafts(options, kernels, of_drafts)
-            drafts = KernelsAsked(of_drafts, machine, left, asked, texts).described()
+            try:
+                drafts = KernelsAsked(of_drafts, machine, left, asked, texts).described()
+            except PlanError as error:
+                raise PlanError(f"speculative_config: of what drafts, {error}") from None
             memory = memory.beside(_memory_of_drafts(drafts))
         pages = kernels.pages_that_fit(memory, free_bytes)
         if options.pool_follows_memory and options.pool_pages is None and pages < kernels.pages:
@@ -237,7 +240,7 @@ def _options_of_drafts(options: AssemblyOptions, kernels: Kernels, drafts: Model
     """What a model is assembled by that drafts for one of these kernels: as many sequences, in pages of the same
     numbers. No bit of it is promised, so its kernels are those that are fastest. A head reads prompts in steps."""
     manifest = kernels.specs[0].manifest
-    plan, gpu = manifest.plan, Gpu(**manifest.gpu)
+    plan, gpu = manifest.plan, Gpu(**manifest.gpu, ranks=manifest.world_size)
     overrides = {name: plan[name] for name in ("max_context", "page_size", "batch")}
     if drafts.drafter is not None:
         overrides["tokens"] = HEAD_TOKENS

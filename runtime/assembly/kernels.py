@@ -450,7 +450,7 @@ def handoff_kernel(manifest: Manifest, drafts: ModelConfig) -> Generated:
     from cheetah.generate import generate_handoff
 
     kind: Drafts = "head" if drafts.drafter is not None else "model" if drafts.block is None else "block"
-    return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan), kind)
+    return generate_handoff(Gpu(**manifest.gpu, ranks=manifest.world_size), Plan.from_dict(manifest.plan), kind)
 
 
 def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
@@ -458,7 +458,7 @@ def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
     of its Markov head."""
     from cheetah.generate import generate_known_rows, generate_markov
 
-    gpu, plan = Gpu(**manifest.gpu), Plan.from_dict(manifest.plan)
+    gpu, plan = Gpu(**manifest.gpu, ranks=manifest.world_size), Plan.from_dict(manifest.plan)
     slots = pool_pages(manifest) * plan.page_size
     assert config.block is not None
     markov = [generate_markov(config, gpu)] if config.block.markov_rank else []

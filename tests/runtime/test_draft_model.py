@@ -192,7 +192,7 @@ def test_what_cannot_draft_is_refused_by_name(tmp_path: Path) -> None:
         drafted_by(short)
     with pytest.raises(CheetahError, match=r"remembers all tokens in states \(Gated DeltaNet\)"):
         drafted_by("random:qwen3.5-0.8b")
-    with pytest.raises(CheetahError, match="a draft model runs on one GPU"):
-        drafted_by("demo", tensor_parallel_size=2)
+    with pytest.raises(CheetahError, match="draft_tensor_parallel_size is 2: what drafts is shared out"):
+        opened(speculative_config={"model": "demo", "draft_tensor_parallel_size": 2})
     with pytest.raises(MemoryShortage, match="draft model"):
         drafted_by("demo", gpu_memory_utilization=1e-5, prompt_passes=False)

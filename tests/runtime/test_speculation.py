@@ -45,7 +45,7 @@ def test_what_a_config_says(config: Any, wanted: Speculation) -> None:
         ({"method": "draft_model"}, "needs `model`"),
         ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max"),
         ({"model": "some/model", "draft_sample_method": "greedy"}, "greedy"),
-        ({"model": "some/model", "draft_tensor_parallel_size": 2}, "one GPU"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 1}, "which has no model"),
         ({"model": "some/model", "revision": 3}, "expected a text"),
         ({"method": "ngram", "quantization": "gptq"}, "quantization"),
         ({"method": "n-gram"}, "n-gram"),

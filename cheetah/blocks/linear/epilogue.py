@@ -17,6 +17,7 @@ from cheetah.blocks.linear.interface import Epilogue, Rows
 from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.linear.taps import NO_TAP, Tap
 from cheetah.blocks.machine import Machine
+from cheetah.blocks.peer_stores import store_at
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
 
@@ -162,8 +163,9 @@ class AddResidual(PublishedRows):
             residual[place] = value
             if self.tap is not None:
                 with ch.if_(self.tap.place != NO_TAP):
-                    kept = self.tap.of_token(self.tap.place, rows.column)
-                    kept[rows.m_tile * rows.count + rows.row] = prim.f32_to_bf16(value)
+                    for number, of_token in enumerate(self.tap.of_token(self.tap.place, rows.column)):
+                        kept = of_token
+                        store_at(kept, rows.m_tile * rows.count + rows.row, prim.f32_to_bf16(value), number > 0)
         weighted = ch.const(ty.f32, value * weight, name="weighted")
         publish(weighted)
         self.squares.publish(rows, value, weighted)

@@ -28,13 +28,14 @@ def place_of_layer(tapped: Sequence[int], layers: int, layer: Any, first: Any) -
 
 @dataclass(frozen=True, eq=False)
 class Tap:
-    """Rows of a layer. into: of all (bf16); count: rows of a token; width: elements of a row; place: of token 0's."""
+    """Rows of a layer. into: of all (bf16), in this GPU's memory and in those of others, each of which has all of them;
+    count: rows of a token; width: elements of a row; place: of token 0's."""
 
-    into: ch.Expr
+    into: Sequence[ch.Expr]
     count: int
     width: Any
     place: Any
 
-    def of_token(self, place: Any, token: Any) -> Any:
-        """Where a token's row begins, by the place, where that is one."""
-        return self.into + ty.u64(place + token * self.count) * self.width
+    def of_token(self, place: Any, token: Any) -> list[Any]:
+        """Where a token's row begins in each memory, by the place, where that is one."""
+        return [into + ty.u64(place + token * self.count) * self.width for into in self.into]

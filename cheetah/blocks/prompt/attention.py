@@ -20,7 +20,8 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.step_port import logistic
-from cheetah.blocks.prompt.finish import scatter_pair, store_at
+from cheetah.blocks.peer_stores import store_at
+from cheetah.blocks.prompt.finish import scatter_pair
 from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, UNIT, PassHeads, PassTokens, TilePlace
 from cheetah.blocks.prompt.machine import GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.ring import TileRing

@@ -18,6 +18,7 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of, relu2_of
 from cheetah.blocks.linear.taps import NO_TAP, Tap
 from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
+from cheetah.blocks.peer_stores import store_at
 from cheetah.blocks.prompt.cases import ACCUMULATORS, Finish, Sums
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.lang import prim, ty
@@ -26,21 +27,6 @@ from cheetah.plan.index import ceil_div
 from cheetah.plan.prompt import GROUP_TOKENS
 
 HALF = M_TILE_ROWS // 2
-STORES_TO_PEERS = (
-    *(prim.store_to_peer_u16, prim.store_to_peer_u32, prim.store_to_peer_u32x2, prim.store_to_peer_u32x4),
-    *(prim.store_to_peer_f32, prim.store_to_peer_bf16),
-)
-"""By what they store."""
-
-
-def store_at(pointer: ch.Expr, index: Any, value: ch.Expr, is_peers: bool) -> None:
-    """`pointer[index] = value`, in this GPU's memory or another's."""
-    if not is_peers:
-        pointer[index] = value
-        return
-    for store in STORES_TO_PEERS:
-        if store.parameters["place"] == pointer.type:
-            store(pointer + index, value)
 
 
 class Scales:
@@ -458,9 +444,10 @@ class StoreResidual(Finish):
         with ch.if_(tap_place != NO_TAP):
             for index in range(2):
                 token = sums.group * GROUP_TOKENS + self.machine.lane % 4 * 2 + index
-                kept = tap.of_token(tap_place, token) + ty.u64(self.row(sums.m_tile))
-                kept[0] = prim.f32_to_bf16(sums.values[index])
-                kept[HALF] = prim.f32_to_bf16(sums.values[index + 2])
+                for number, of_token in enumerate(tap.of_token(tap_place, token)):
+                    kept = of_token + ty.u64(self.row(sums.m_tile))
+                    store_at(kept, 0, prim.f32_to_bf16(sums.values[index]), number > 0)
+                    store_at(kept, HALF, prim.f32_to_bf16(sums.values[index + 2]), number > 0)
 
     @ch.function
     def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.peer_stores import store_at
 from cheetah.blocks.prompt.cases import Sums
-from cheetah.blocks.prompt.finish import HALF, lay_down_squares, store_at
+from cheetah.blocks.prompt.finish import HALF, lay_down_squares
 from cheetah.blocks.prompt.keys import HeadRows, PassHeadNorms, StoreHeads
 from cheetah.blocks.prompt.parts import StoreParts
 from cheetah.lang import prim, ty
