@@ -114,7 +114,6 @@ SCHEDULES = [("round_robin", 0), *((name, seed) for name in ("random", "priority
 CASES = [(name, *schedule) for name in MODELS for schedule in SCHEDULES]
 ALWAYS_TRIED = [
     (AWKWARD, "priority", 1),
-    ("norms over all heads, norms behind", "priority", 2),
     ("experts with biases, sinks", "random", 2),
 ]
 
