@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,14 @@ def served(llm: LLM, bounds: Bounds | None = None, **options: Any) -> Iterator[S
     finally:
         server.should_exit = True
         thread.join()
+
+
+def connected(running: Served, data: bytes = b"") -> socket.socket:
+    """Who has sent so much of a request."""
+    host, port = running.address.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    found.sendall(data)
+    return found
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from cheetah.errors import CheetahError
 from cheetah.runtime import LLM
 from cheetah.serve import listening as listening_module
 from cheetah.serve.listening import SPARE_DESCRIPTORS, Bounds, Connection, enough_descriptors, listening
-from tests.serve.serving import GatedDevice, Served, quick_llm, served
+from tests.serve.serving import GatedDevice, Served, connected, quick_llm, served
 
 QUICK = Bounds(most=4, header_s=0.2, body_s=0.2, write_s=0.02)
 
@@ -47,13 +47,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(log, "handle", lambda record: found.append(record.getMessage()))
     monkeypatch.setattr(log, "isEnabledFor", lambda level: level >= logging.WARNING)
-    return found
-
-
-def connected(running: Served, data: bytes = b"") -> socket.socket:
-    host, port = running.address.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)), timeout=10)
-    found.sendall(data)
     return found
 
 
