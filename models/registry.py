@@ -114,6 +114,18 @@ def drafter_beside(target: ModelConfig) -> tuple[ModelConfig, dict[str, str]]:
     return mtp.drafter_of(target), mtp.tensors_of_model(target)
 
 
+def drafter_quantised(drafter: ModelConfig, quantization: Quantization | None, target: ModelConfig) -> ModelConfig:
+    """Such a layer in the formats that a file says, where that says one of each matrix; without a file in those of its
+    model that publishers take for both, fp8."""
+    if quantization is None:
+        return mtp.quantised_as(drafter, (one for one in target.weight_formats if one[1].startswith("fp8")))
+    try:
+        modules = mtp.FAMILY.matrix_modules(drafter)
+        return mtp.quantised_as(drafter, quantization.matrix_formats(modules, drafter.names_of))
+    except ConfigError:
+        return drafter
+
+
 def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> ModelConfig:
     """Read a config.json (its path, or the object itself) of any family. Lines worth printing are appended to `notes`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -277,13 +277,14 @@ class roles_else(roles_if):
         return else_()
 
 
-def roles_const(roles: tuple[Role, ...], type_: Type, value: Value, name: str) -> Name:
-    """A named constant in several roles, each of which works it out; what it comes of must be seen by all of them."""
+def roles_const(roles: tuple[Role, ...], type_: Type, value: Value | Callable[[], Value], name: str) -> Name:
+    """A named constant in several roles, each of which works it out; what it comes of must be seen by all of them, or
+    is called in each."""
     free = unique_in([role.cursor for role in roles], name)
     bound: list[Name] = []
     for role in roles:
         with role:
-            made = const(type_, value, name=free)
+            made = const(type_, value() if callable(value) else value, name=free)
             assert isinstance(made, Name)
             bound.append(made)
     return replace(bound[0], scopes=tuple(scope for one in bound for scope in one.scopes))

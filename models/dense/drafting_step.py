@@ -196,6 +196,23 @@ class JoinedParts(DraftingParts):
                     value.set(prim.bf16_to_f32(self.features.place(row)[number]) * own_norm.of(rows))
             begin(replace(rows, sum=functools.partial(_as_it_is, value)))
 
+    def needs_head(self, step: Any) -> Any:
+        """Also in rounds, where no launch says from which step on somebody wants it: its head is the model's."""
+        samples = ch.roles_const(self.machine.roles, ty.boolean, lambda: self._samples(step), "samples")
+        wanted = (step >= self.launch.head_from) & samples
+        return wanted | (self.launch.logits != None)  # noqa: E711 (a device comparison)
+
+    @ch.function
+    def _samples(self, step: ch.Expr) -> ch.Expr:
+        """Whether some column is behind the last input of its sequence, or at it: the same in all blocks and roles."""
+        found, columns = ch.var(ty.boolean, False), self.columns
+        with ch.for_(columns.count, unroll=1, name="column") as column:
+            sequence = ch.const(ty.u32, columns.record(column, "sequence"), name="sequence")
+            behind = (step + 1) * columns.sequence(sequence, "per_step")
+            with ch.if_(behind >= columns.sequence(sequence, "given")):
+                found.set(True)
+        return found
+
     def emit_line(self, line: Line, step: Any, layer: Any) -> None:
         if not (isinstance(line, Multiply) and isinstance(line.then, Begun)):
             return super().emit_line(line, step, layer)

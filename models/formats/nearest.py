@@ -44,11 +44,11 @@ def nearest_rows(
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise QuantizationError(f"row {row}, column {column} is {values[row, column]}: only numbers can be quantised")
     padded = np.pad(values, ((0, 0), (0, -columns % group_columns)))  # zeros, which change neither range nor error
-    groups = padded.reshape(rows, -1, group_columns)
+    groups = padded.reshape(rows, padded.shape[1] // group_columns, group_columns)
     best = _rounded(groups, scheme, 1.0, block_rows)
     for part in SHRUNK_RANGES[1:] if clip else ():
         best = _better(best, _rounded(groups, scheme, part, block_rows), block_rows)
-    codes = np.ascontiguousarray(best.codes.reshape(rows, -1)[:, :columns])
+    codes = np.ascontiguousarray(best.codes.reshape(padded.shape)[:, :columns])
     return QuantizedRows(scheme.kind, codes, best.scales, best.zero_points, group_columns)
 
 

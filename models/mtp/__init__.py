@@ -13,6 +13,7 @@ out again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -30,7 +31,12 @@ from cheetah.plan import StepMatrices
 
 FC = "fc.weight"
 PACKED_FC = f"{LAYER}fc.weight"
+LM_HEAD = "lm_head"
+_QUANTISED = ("qkv", "o", "gate_up", "down")
 EMBEDDING_NORM = "pre_fc_norm_embedding.weight"
+HEAD_FORMAT = "int4-g128"
+"""Of the copy of the model's head, made when it is loaded: a draft changes no token, and the head is most of what one
+reads."""
 _MEANING = {
     FC: "[hidden_size, 2 * hidden_size]",
     **dict.fromkeys((EMBEDDING_NORM, weights.STATE_BEFORE_FC, STATE_NORM), "[hidden_size]"),
@@ -47,7 +53,8 @@ class MtpConfig(ModelConfig):
 
 
 def drafter_of(model: ModelConfig) -> MtpConfig:
-    """The configuration of the layer that drafts for a model; ConfigError where kernels know of none."""
+    """The configuration of the layer that drafts for a model, in bf16 but for its copy of the head; ConfigError where
+    kernels know of none."""
     if model.delta is None:
         raise ConfigError(
             f"{model.dialect.title} has no layer that drafts which is read here: those of Qwen3.5 and Qwen3-Next are "
@@ -64,7 +71,14 @@ def drafter_of(model: ModelConfig) -> MtpConfig:
         max_position_embeddings=model.max_position_embeddings,
         rope=model.rope,
         drafter=Drafter((model.layers - 1,), model.vocab_size, norm_output=True, joins_residual=True),
+        weight_formats=((LM_HEAD, HEAD_FORMAT),),
     )
+
+
+def quantised_as(drafter: ModelConfig, formats: Iterable[tuple[str, str]]) -> ModelConfig:
+    """A drafter whose layer has these formats, by matrices; `fc`, of which a part is a table, stays in bf16."""
+    own = tuple((matrix, name) for matrix, name in formats if matrix in _QUANTISED)
+    return replace(drafter, weight_formats=(*own, *drafter.weight_formats))
 
 
 def tensors_of_model(model: ModelConfig) -> dict[str, str]:

@@ -19,10 +19,18 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import load_source
 from cheetah.models.drafter import BESIDE, KNOWN_TOKENS, OFFSETS, TOKEN_IDS, UNREAD, VERIFIER, plain_name, token_ids
 from cheetah.models.family import MatrixRows, QuantizedMatrix
-from cheetah.models.formats.quantized import in_natural_order
+from cheetah.models.formats.nearest import nearest_rows
+from cheetah.models.formats.quantized import QuantizationScheme, QuantizedRows, in_natural_order, scheme_of_name
 from cheetah.models.quantization import Quantization, Storage
-from cheetah.models.registry import drafter_beside, family_of, read_drafter, stated_quantization, text_part
-from cheetah.models.rounding import Bits, as_bf16
+from cheetah.models.registry import (
+    drafter_beside,
+    drafter_quantised,
+    family_of,
+    read_drafter,
+    stated_quantization,
+    text_part,
+)
+from cheetah.models.rounding import Bits, as_bf16, widen
 from cheetah.printable import shown_name
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
@@ -70,6 +78,7 @@ def open_mtp(
     `config` has a `drafter`. LoadingError or ConfigError says what is wrong, and where."""
     config, names = drafter_beside(target.config)
     if name is None and target.name.startswith(RANDOM):
+        config = drafter_quantised(config, None, target.config)
         tensors = random_tensors(config)
         notes = ("the layer that drafts has random numbers, so few drafts will be right",)
         ids = token_ids(None, config.vocab_size)
@@ -100,6 +109,8 @@ def _opened_mtp(
     part = text_part(folder / "config.json", values)
     stated = stated_quantization(folder / "config.json", values if part is None else part, target.config)
     quantization = None if stated is None else _OfDrafter(**{**vars(stated), "plain": _plain_modules(found, of_target)})
+    if quantization is not None:
+        config = drafter_quantised(config, quantization, target.config)
     tensor, rows = _tensors_beside(folder, config, found, of_target, target, notes, quantization)
     ids = token_ids(None, config.vocab_size)
     return Checkpoint(name, config, _with_ids(tensor, ids), rows, {}, None, None, {}, tuple(notes), folder)
@@ -169,24 +180,67 @@ def _tensors_beside(
     target: Checkpoint,
     notes: list[str],
     quantization: Quantization | None = None,
-) -> tuple[Callable[[str], NDArray[Any]], Callable[[str], MatrixRows]]:
-    """How the tensors of a drafter are read, whole and by rows, all in bf16. found: its own; of_target: those of the
-    model, by their names there; quantization: of its own."""
+) -> tuple[Callable[[str], NDArray[Any]], Callable[[str], MatrixRows | QuantizedMatrix]]:
+    """How the tensors of a drafter are read, whole and by rows, each in the format that `config` has for its matrix.
+    found: its own; of_target: those of the model, by their names there; quantization: of its own."""
+    formats = _formats_of_tensors(config)
     shapes = family_of(config).tensor_shapes(config)
     absent = {name: StoredTensor(folder, "BF16", shapes[name], 0, 0) for name in of_target}  # nobody reads them
     checked = checked_tensors(config, {**absent, **found}, str(folder), notes, quantization)
 
+    def stored(wanted: str) -> MatrixRows | QuantizedMatrix:
+        if wanted in absent:
+            return target.rows(of_target[wanted])
+        return checked.quantized[wanted] if wanted in checked.quantized else checked.plain[wanted].rows()
+
+    def rows(wanted: str) -> MatrixRows | QuantizedMatrix:
+        matrix, scheme = stored(wanted), formats.get(wanted)
+        if scheme is None:
+            return _InBf16(matrix)
+        return matrix if wanted in checked.quantized else _QuantisedHere(_InBf16(matrix), scheme)
+
     def tensor(wanted: str) -> NDArray[Any]:
+        if wanted in formats or wanted in checked.quantized:
+            return dequantised(rows(wanted), slice(None))
         return target.tensor(of_target[wanted]) if wanted in absent else checked.plain[wanted].bf16_bits()
 
-    def rows(wanted: str) -> MatrixRows:
-        if wanted in absent:
-            return _InBf16(target.rows(of_target[wanted]))
-        if wanted in checked.quantized:
-            return _InBf16(checked.quantized[wanted])
-        return checked.plain[wanted].rows()
-
     return tensor, rows
+
+
+def _formats_of_tensors(config: ModelConfig) -> dict[str, QuantizationScheme]:
+    """The schemes of the tensors of quantised matrices, by name."""
+    modules, formats = family_of(config).matrix_modules(config), dict(config.weight_formats)
+    return {
+        f"{name}.weight": scheme_of_name(format, "bf16")
+        for matrix, format in formats.items()
+        for module in modules[matrix]
+        for name in config.names_of(module)
+    }
+
+
+def dequantised(matrix: MatrixRows | QuantizedMatrix, part: slice) -> NDArray[Any]:
+    """Rows as bf16 bits where they are that, else, in the order of the module's columns, as the numbers that codes
+    stand for, f32."""
+    rows = matrix[part]
+    if isinstance(rows, np.ndarray):
+        return rows
+    return in_natural_order(rows.dequantized(), cast(QuantizedMatrix, matrix).order)
+
+
+@dataclass(frozen=True)
+class _QuantisedHere:
+    """A matrix in bf16 [rows, columns], to be read in a scheme: each number rounded to the nearest code."""
+
+    matrix: MatrixRows
+    scheme: QuantizationScheme
+    order: None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def __getitem__(self, part: slice) -> QuantizedRows:
+        return nearest_rows(widen(self.matrix[part]), self.scheme)
 
 
 class _InBf16:
@@ -197,10 +251,8 @@ class _InBf16:
         self.shape = matrix.shape
 
     def __getitem__(self, part: slice) -> Bits:
-        rows = self._matrix[part]
-        if isinstance(rows, np.ndarray):
-            return rows
-        return as_bf16(in_natural_order(rows.dequantized(), cast(QuantizedMatrix, self._matrix).order))
+        rows = dequantised(self._matrix, part)
+        return rows if rows.dtype == np.uint16 else as_bf16(rows)
 
 
 def _with_ids(tensor: Callable[[str], NDArray[Any]], ids: NDArray[np.int64] | None) -> Callable[[str], NDArray[Any]]:

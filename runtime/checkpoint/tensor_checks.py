@@ -71,7 +71,7 @@ def checked_tensors(
     """The tensors of `tensor_shapes(config)`, each present with its shape; LoadingError lists what is wrong."""
     family = family_of(config)
     shapes = family.tensor_shapes(config)
-    stored = without_merged(config, with_masked(stored, place), place)
+    stored = without_merged(config, with_masked(_read(config, stored, notes), place), place)
     modules = quantized_modules(quantization, shapes) if quantization else {}
     if quantization is None:
         _refuse_quantised(stored, place)
@@ -97,6 +97,15 @@ def checked_tensors(
         raise LoadingError(f"{place}: the tensors are not those that config.json describes{method}:\n{lines}")
     notes += _convention_notes(modules, stored)
     return CheckedTensors({name: stored[name] for name in expected}, matrices)
+
+
+def _read(config: ModelConfig, stored: Mapping[str, StoredTensor], notes: list[str]) -> Mapping[str, StoredTensor]:
+    """The tensors without those that nobody reads here, whatever is wrong with them."""
+    read = {name: tensor for name, tensor in stored.items() if not name.startswith(family_of(config).unread)}
+    if len(read) < len(stored):
+        prefixes = " and ".join(prefix.rstrip(".") for prefix in family_of(config).unread)
+        notes.append(f"{len(stored) - len(read)} tensors of {prefixes} are not read, but by what drafts")
+    return read
 
 
 def without_merged(config: ModelConfig, stored: Mapping[str, StoredTensor], place: str) -> Mapping[str, StoredTensor]:
@@ -214,10 +223,6 @@ def _unknown(
 ) -> list[str]:
     """Tensors that the configuration does not have. Biases of zeros change nothing and are dropped with a note."""
     extra = [name for name in stored if name not in expected and not name.endswith(IGNORED_SUFFIX)]
-    unread = [name for name in extra if name.startswith(family_of(config).unread)]
-    if unread:
-        notes.append(f"{len(unread)} tensors of {unread[0].partition('.')[0]} are not read")
-        extra = [name for name in extra if name not in unread]
     if config.tied_embeddings and family_of(config).head_tensor in extra:
         extra.remove(family_of(config).head_tensor)
     biases = [name for name in extra if name.endswith(".bias") and stored[name].dtype in WEIGHT_DTYPES]

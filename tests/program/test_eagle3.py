@@ -7,6 +7,7 @@ then goes on from its own state.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -55,7 +56,7 @@ class MtpWeights(HeadWeights):
 
     def __init__(self) -> None:
         self.features, self.tokens = mtp.features_of(), mtp.tokens_of()
-        self.config = drafter_of(mtp.TARGET)
+        self.config = replace(drafter_of(mtp.TARGET), weight_formats=())
         drawn = {name: as_bf16(values) for name, values in mtp.weights_of().items()}
         self.ids = token_ids(None, mtp.VOCAB)
         self.tensors = {plain_name(name.removeprefix(BESIDE)): values for name, values in drawn.items()}
