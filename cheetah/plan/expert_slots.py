@@ -74,12 +74,18 @@ class ExpertSlots:
     @property
     def regions(self) -> tuple[Region, ...]:
         """Of a block's shared memory: the list of tiles, where each expert's slots and tiles begin, what a warp's lanes
-        chose for each token of a word, the factors of a tile's slots, two of them in turn, and sums of rows."""
+        chose for each token of a word, the factors of a tile's slots, two of them in turn, and sums of rows. Choices
+        and sums are of other phases; models with an expert that every token has choose among so many that 8192 tokens
+        leave room for one of the two."""
+        chosen = Region("chosen", 4 * WORD_TOKENS * LANES)
+        sums = Region("expert_sums", 4 * SUMMED_TOKENS * (self.plan.tile_m_tiles * M_TILE_ROWS + SUMS_PADDING))
+        if self.experts.shared:
+            chosen = replace(chosen, over=sums.name)
         return (
             Region(EXPERT_LIST, 4 * (1 + self.tiles)),
             Region(f"{EXPERT_LIST}_barriers", 2 * 8),
             Region("expert_places", 3 * 4 * self.experts.count),
-            Region("chosen", 4 * WORD_TOKENS * LANES),
+            *([sums, chosen] if chosen.over else [chosen]),
             Region("slot_factors", 2 * 8 * self.plan.tile_tokens),
-            Region("expert_sums", 4 * SUMMED_TOKENS * (self.plan.tile_m_tiles * M_TILE_ROWS + SUMS_PADDING)),
+            *([] if chosen.over else [sums]),
         )

@@ -53,6 +53,9 @@ WARPGROUP_DIMS = 128
 """Most dims of a head that it sums values of: with more, sums and queries would not leave registers for weights."""
 EXPERTS_TILE = 160
 """Tokens of a tile where an expert has about 128: of tiles of 128 many experts would need two."""
+SHARED_EXPERTS_TILE = 128
+"""The fewest of a tile where experts have one beside them that every token has: these models have many narrow experts,
+and most of what a pass multiplies is multiplied for all tokens. A stage takes as long with fewer."""
 STAGES_OF = {64: 8, 128: 6, 160: 5, 256: 4}
 """By the tokens of a tile: as many as fill a block's shared memory with weights in bf16."""
 LISTED_OPERANDS = 4
@@ -348,6 +351,8 @@ def _tiles(shape: ModelShape, tokens: int, most: int = 256, usual: int = 128) ->
     tokens a tile has, the more stages have room, and the fewer keys a stage."""
     each = tokens if shape.experts is None else tokens * shape.experts.chosen // shape.experts.count
     tile_tokens = next(size for size in (64, usual, most) if size >= min(each, most))
+    if shape.experts is not None and shape.experts.shared:
+        tile_tokens = max(tile_tokens, SHARED_EXPERTS_TILE)
     key_tile = 64 if tile_tokens > 64 and shape.head_dim <= WARPGROUP_DIMS else 32
     sizes = {"tile_tokens": tile_tokens, "stages": STAGES_OF[tile_tokens], "key_tile": key_tile}
     # Few tokens leave one warp too little time for the copies of a stage, and narrow M-tiles are twice as many.

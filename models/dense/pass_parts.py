@@ -22,6 +22,7 @@ from cheetah.blocks.prompt.finish import (
     SlotFactors,
     StoreKept,
     StoreResidual,
+    TokenWeights,
     Unscaled,
 )
 from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
@@ -47,7 +48,7 @@ from cheetah.models.dense.pass_sizes import (
 )
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
-from cheetah.plan.products import Product
+from cheetah.plan.products import ROUTES, Product, logit_words
 from cheetah.plan.prompt import GROUP_TOKENS
 
 OfMemory = TypeVar("OfMemory", bound=PassMemory)
@@ -86,6 +87,7 @@ class PassParts:
         self.scales = {product: self._scales(product.machine) for product in both}
         self.factors = None if self.tiles is None else SlotFactors(self.machine, self.section(SLOTS[1], ty.f32))
         self.row_scales = {product: self._row_scales(product.machine) for product in both if self.shape.norms_behind}
+        self.token_weights = self._token_weights()
 
     def section(self, name: str, element: ty.Type | None = None) -> Any:
         """A pointer to a section of the workspace (u8 unless said)."""
@@ -145,6 +147,14 @@ class PassParts:
         sizes = self.sizes
         elements, epsilon = self.shape.hidden, sizes.config.rms_norm_eps
         return kind(machine, self.section(squares, ty.f32), sizes.row_tiles, elements, epsilon)
+
+    def _token_weights(self) -> TokenWeights | None:
+        """By what tokens weigh the expert that all of them have, if there is one."""
+        experts = self.shape.experts
+        if experts is None or not experts.shared:
+            return None
+        logits, place = self.section(ROUTES, ty.f32), experts.shared_logit
+        return TokenWeights(self.scales[self.product], logits, logit_words(experts), place)
 
     def head_norms(self, machine: PassMachine) -> PassHeadNorms | None:
         weights = self.launch.head_norms

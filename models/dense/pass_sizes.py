@@ -22,6 +22,7 @@ from cheetah.models.dense.page import (
     Page,
     Remember,
     Then,
+    Weighed,
     page_of,
 )
 from cheetah.models.family import PhaseRow, layers_text
@@ -31,7 +32,7 @@ from cheetah.plan.expert_slots import ExpertSlots
 from cheetah.plan.formats import BF16, M_TILE_ROWS, BlockRows, BlockTiles, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
-from cheetah.plan.products import Product, RowOrder, StepTable, Vector, logit_words
+from cheetah.plan.products import ROUTES, SHARED_DOWN, Product, RowOrder, StepTable, Vector, logit_words
 from cheetah.plan.prompt import LIST_SCRATCH_BYTES, STAGE_TILES, Cut, PassPlan, widest_format
 from cheetah.plan.sections import Sections
 from cheetah.plan.shared_memory import Region
@@ -71,6 +72,8 @@ def sections_of_rows(then: Then, product: Product) -> tuple[str, ...]:
     if isinstance(then, Heads):
         # Gates wait where that will lie which they are multiplied with.
         return HEAD_SECTIONS + ("attention",) * then.kind.gated
+    if isinstance(then, Weighed):
+        return RESIDUAL_SECTIONS[:1]
     assert product.output is not None, product
     return RESIDUAL_SECTIONS if product.adds else (section_of(product.output),)
 
@@ -134,7 +137,8 @@ class PassPhase:
             return (EXPERT_ROWS + SLOTS[:1] if self.adds else of_input + SLOTS[1:] * product.input.is_normed) + residual
         scales = self.is_joint if self.is_stored else not self.is_joint
         squares = RESIDUAL_SECTIONS[2:] if product.input.is_normed and scales else ()
-        return (self._parts if self.adds else of_input) + squares + residual
+        logits = (ROUTES,) if isinstance(self.line.then, Weighed) else ()
+        return (self._parts if self.adds else of_input) + squares + logits + residual
 
     @property
     def _parts(self) -> tuple[str, ...]:
@@ -215,8 +219,6 @@ class PassSizes:
     def _check_experts(self) -> None:
         if self.shape.norms_behind:
             raise PlanError("a pass adds what experts make to the residual, and knows no norm behind them")
-        if self.shape.experts is not None and self.shape.experts.shared:
-            raise PlanError("a pass knows no expert that every token has so far")
         formats = [product.format for product in self.table.products if product.experts is not None]
         if not all(format == BF16 or isinstance(format, QuantizedTiles) for format in formats):
             raise PlanError("a pass multiplies experts in bf16 or quantised ones: prompts of others are read in steps")
@@ -293,8 +295,9 @@ class PassSizes:
 
     def _cut(self, product: Product) -> Cut:
         """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own.
-        Where those go over more than a tile it is not cut: parts have none."""
-        if self.is_joint(product) or product.experts is not None:
+        Where those go over more than a tile it is not cut: parts have none; nor where sums are weighed before they are
+        added."""
+        if self.is_joint(product) or product.experts is not None or product.name == SHARED_DOWN:
             return Cut(self.pass_plan.tile_m_tiles)
         sums_over_tile = product.adds or (product.order is RowOrder.HEADS and self.config.head_norms is not None)
         return self.pass_plan.cut(self.matrices[product], self.gpu.blocks, sums_over_tile)

@@ -23,7 +23,7 @@ from cheetah.blocks.prompt.delta_scan import Scan
 from cheetah.blocks.prompt.finish import StoreGated
 from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import GROUP_BYTES, emit_pass, start_pass
-from cheetah.blocks.prompt.parts import AddParts, StoreParts
+from cheetah.blocks.prompt.parts import AddParts, AddWeighed, StoreParts
 from cheetah.blocks.prompt.product import TileProduct
 from cheetah.blocks.prompt.pushes import UNIT, Pushed, Pushes
 from cheetah.lang import prim, ty
@@ -41,6 +41,7 @@ from cheetah.models.dense.page import (
     OntoResidual,
     Remember,
     Routes,
+    Weighed,
 )
 from cheetah.models.dense.pass_exchanged import vectors_of_passes
 from cheetah.models.dense.pass_experts import PassExperts
@@ -372,13 +373,16 @@ class Pass(PassParts):
 
     def _cases(self, layer: Any, phase: Any, adds: bool = False) -> list[Case]:
         """Of the phases that multiply, or of those that add parts."""
-        finishes = self._finishes(layer, phase, self.of_few if adds else self.product)
+        product = self.of_few if adds else self.product
+        finishes = self._finishes(layer, phase, product)
         by_expert = None if self.experts is None else self.experts.store_by_expert()
         parts = self.section("parts", ty.f32)
         to_be_added, cases = StoreParts(self.machine, parts), []
         for index, one in enumerate(self.sizes.phases):
             if isinstance(line := one.line, Multiply | NormBehind) and one.adds == adds:
                 kind = NormBehind if isinstance(line, NormBehind) else type(line.then)
+                if kind is Gated:
+                    finishes[Gated] = self._gated(line.product, layer, product)
                 finish = finishes[kind] if kind is Kept or not one.is_stored else to_be_added
                 if one.is_stored and line.product.experts is not None and by_expert is not None:
                     finish = by_expert
@@ -402,16 +406,8 @@ class Pass(PassParts):
             norms=self.head_norms(machine),
             gates=self.section(table.attention.output.name) if self.shape.gated_heads else None,
         )
-        pairs, gated_pushed = table.named("gate_up"), self._is_pushed(Gated, product)
-        gated: Finish = StoreGated(
-            *(machine, self._into("gated", gated_pushed), self.matrices[pairs].full_m_tiles, scales),
-            activation=self._activation,
-            is_pushed=gated_pushed,
-        )
-        if self.experts is not None:
-            gated = self.experts.store_weighed(pairs, layer, self._activation)
         # After o comes the layer's second norm, after down the next layer's first.
-        o, down = table.onto_residual
+        o, *_, down = table.onto_residual
         behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
         behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
         onto_residual = self.onto_residual(machine, layer * len(table.norms) + behind)
@@ -424,7 +420,7 @@ class Pass(PassParts):
             onto_residual = replace(onto_residual, tap=Tap(memories, len(tapped), self.hidden, place))
         if (biases := biases_of_layer(self.launch, o, layer)) is not None:
             onto_residual = replace(onto_residual, biases=biases, has_biases=behind_o)
-        finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}
+        finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual}
         if self.shape.delta is not None:
             width, into = ch.named("MIXED_ROWS", self.shape.delta.mixed_rows), self.section(MIXED[0], ty.u32)
             if table.beside is not None:
@@ -433,10 +429,21 @@ class Pass(PassParts):
             finishes[Mixed] = StoreMixed(machine, into, width, scales)
         if self.experts is not None:
             finishes[Routes] = self.experts.store_logits(machine, table.named(ROUTER), layer, scales)
+        if self.token_weights is not None:
+            finishes[Weighed] = AddWeighed(machine, self.section("residual", ty.f32), self.token_weights)
         if self.row_scales:
             number = layer * len(table.onto_residual) + ch.select(behind_o, ty.u32(0), ty.u32(1))
             finishes |= self.norms_behind(onto_residual, product, number)
         return finishes
+
+    def _gated(self, pairs: Product, layer: Any, product: TileProduct) -> Finish:
+        """What becomes of the rows of gate and up."""
+        if self.experts is not None and pairs.experts is not None:
+            return self.experts.store_weighed(pairs, layer, self._activation)
+        assert pairs.output is not None
+        is_pushed, m_tiles = self._is_pushed(Gated, product), self.matrices[pairs].full_m_tiles
+        into, scales = self._into(section_of(pairs.output), is_pushed), self.scales[product]
+        return StoreGated(product.machine, into, m_tiles, scales, activation=self._activation, is_pushed=is_pushed)
 
     def _into(self, section: str, is_pushed: bool) -> list[Any]:
         """Where what is made for others is stored by who makes it."""

@@ -45,6 +45,15 @@ class Finish:
         words = re.findall(r"[A-Z][a-z]*", type(self).__name__)
         return "_".join(words[words[0] == "Store" and len(words) > 1 :]).lower()
 
+    @property
+    def scales_sums(self) -> bool:
+        """Whether sums that are added to something are multiplied before."""
+        return self.multiplier != 1
+
+    def scaled_sum(self, value: Any, in_tile: Any, index: Any) -> Any:
+        """Accumulator `index` of a group of the tile's tokens, multiplied."""
+        return value * self.multiplier
+
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         """Called by all consumer warps when a tile begins."""
 

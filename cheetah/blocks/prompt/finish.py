@@ -85,6 +85,31 @@ class Scales:
         return first * scale.x, second * scale.y, third * scale.x, fourth * scale.y
 
 
+class TokenWeights(Scales):
+    """What a tile's tokens weigh what an expert makes that all of them have: the logistic function of logit `place` of
+    a token's `width` (f32 [token][width]). They take turns with `others` in their buffers."""
+
+    def __init__(self, others: Scales, logits: ch.Expr, width: int, place: int) -> None:
+        self.others, self.width, self.place = others, width, place
+        super().__init__(others.machine, logits, 1, 0, 0.0)
+
+    def _declare(self) -> None:
+        self.turn, self.memory = self.others.turn, self.others.memory
+
+    @property
+    def name(self) -> str:
+        return "weights"
+
+    @ch.inline
+    def of_token(self, token: ch.Expr) -> ch.Expr:
+        logit = self.squares[token * self.width + self.place]
+        return prim.divide_f32(ty.f32(1.0), 1.0 + prim.exp_f32(-logit))
+
+    def weighed(self, value: Any, in_tile: Any, index: Any) -> Any:
+        """Accumulator `index` of a group, times the weight of its token."""
+        return value * self._buffer()[in_tile * GROUP_TOKENS + self.machine.lane % 4 * 2 + index % 2]
+
+
 class Unscaled(Scales):
     """Of an input that goes through no norm."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.prompt.cases import ACCUMULATORS, Case, Finish, Sums, TilePlace, by_finish, in_phases, of_phase
+from cheetah.blocks.prompt.finish import TokenWeights
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, PassMachine
 from cheetah.blocks.prompt.product import TileProduct
 from cheetah.lang import prim, ty
@@ -53,6 +54,24 @@ class StoreParts(Finish):
             setattr(kept, member, value)
         place = _place(self.machine, sums.m_tile, sums.group)
         ch.reinterpret(ty.ptr_mut(ty.f32x4), self.into)[place] = kept
+
+
+@dataclass(frozen=True, eq=False)
+class AddWeighed(StoreParts):
+    """The residual stream again (`into`), to which the sums were added, each token's times its weight: what comes next
+    adds to it before anybody takes it."""
+
+    weights: TokenWeights
+
+    @property
+    def scales_sums(self) -> bool:
+        return True
+
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        self.weights.load(token_tile)
+
+    def scaled_sum(self, value: Any, in_tile: Any, index: Any) -> Any:
+        return self.weights.weighed(value, in_tile, index)
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,6 +52,10 @@ class Turn:
 
 
 EVEN, ODD = Turn(0, "even_stages"), Turn(1, "odd_stages")
+PINNED_CASES = 6
+"""Of so many products, some of experts, ptxas is not shown how the number of a phase's stages follows from the phase.
+It made branches of that while products were under way, and for their sake waited for every `wgmma` of the kernel by
+itself (C7513)."""
 LOADED_AT_ONCE = 4
 """Groups of tokens for which a finish loads what it needs before it goes on."""
 
@@ -194,6 +198,8 @@ class TileProduct:
         rests = {index: tiles % (2 * STAGE_TILES) for index, tiles in left.items()}
         self._multiply_first_stage(operands, sums, even, previous, first)
         pairs = of_phase(phase, {index: tiles // (2 * STAGE_TILES) for index, tiles in left.items()})
+        if len(cases) >= PINNED_CASES and any(case.given.tiles is not None for case in cases):
+            pairs = prim.renewed_u32(ty.u32(0) + pairs)
         with ch.for_(pairs, unroll=1):
             self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, ODD)
             self._multiply_stage(operands, sums, even, previous, STAGE_TILES, EVEN)
@@ -263,7 +269,7 @@ class TileProduct:
     # -- finishing --------------------------------------------------------------------------------------------------
 
     @ch.function
-    def _add_residual(self, sums: Any, first: ch.Expr, multiplier: float) -> None:
+    def _add_residual(self, sums: Any, first: ch.Expr, finish: Finish) -> None:
         """Sums of the groups of tokens from `first` on, which the next stage has."""
         ring, groups = self.ring, self.residual_groups
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
@@ -275,10 +281,12 @@ class TileProduct:
             added = words[group * 32 + self.machine.lane]
             place = (group + first) * ACCUMULATORS
             for index, member in enumerate("xyzw"):
-                if multiplier == 1:
-                    sums[place + index] += getattr(added, member)
+                if finish.scales_sums:
+                    sums[place + index] = finish.scaled_sum(sums[place + index], group + first, index) + getattr(
+                        added, member
+                    )
                 else:
-                    sums[place + index] = sums[place + index] * multiplier + getattr(added, member)
+                    sums[place + index] += getattr(added, member)
             last += added.x
         prim.wait_for_u32(prim.float_bits(last))  # came of every load of the stage
         ring.release(stage)
@@ -299,7 +307,7 @@ class TileProduct:
             finish.has_looked()
         for first in range(0, groups, count):
             if adds:
-                self._add_residual(sums, ch.argument(first), finish.multiplier)
+                self._add_residual(sums, ch.argument(first), finish)
             with ch.if_(place.m_tile < place.m_tiles):
                 self._finish_groups(finish, place, sums, ch.argument(first), count)
             if finish.is_pushed:
