@@ -17,6 +17,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.models.olmo import Olmo3Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
+from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.device.interface import DeviceError
@@ -45,16 +46,22 @@ STEPS = 24
 
 
 @contextmanager
-def opened(weights: Any, device: str, **plan: Any) -> Iterator[Assembly]:
-    """Skipped where there is no such device."""
-    passes = plan.pop("prompt_passes", False)
-    fields = {"max_context": 512, "kv_chunk": 256, "max_steps": 32, **plan}
+def skipped_without(device: str) -> Iterator[None]:
+    """Skips a test where there is no such device."""
     try:
-        made = assemble(weights, device=device, quiet=True, overrides=fields, prompt_passes=passes, timeout_s=20)
+        yield
     except DeviceError as error:
         if "GPUs are asked for" in str(error):
-            pytest.skip(str(error))
+            pytest.skip(f"{device}: {error}")
         raise
+
+
+@contextmanager
+def opened(weights: Any, device: str, **plan: Any) -> Iterator[Assembly]:
+    passes = plan.pop("prompt_passes", False)
+    fields = {"max_context": 512, "kv_chunk": 256, "max_steps": 32, **plan}
+    with skipped_without(device):
+        made = assemble(weights, device=device, quiet=True, overrides=fields, prompt_passes=passes, timeout_s=20)
     try:
         yield made
     finally:
@@ -110,6 +117,36 @@ def states_by(weights: Any, device: str) -> NDArray[np.uint16]:
 def test_passes_leave_the_same_bits(name: str, device: str) -> None:
     weights = random_weights(IN_PASSES[name])
     assert np.array_equal(states_by(weights, device), states_by(weights, "cuda:0"))
+
+
+def drafted_by(device: str, speculation: bool, **options: Any) -> tuple[list[tuple[int, ...]], float]:
+    """Two answers of a model that drafts for itself, and which part of the drafts was right."""
+    asked = [
+        SamplingParams(max_tokens=40, ignore_eos=True, temperature=heat, seed=3, speculation=speculation)
+        for heat in (0.0, 0.8)
+    ]
+    config = {"model": "demo", "num_speculative_tokens": 4}
+    with skipped_without(device):
+        llm = LLM(
+            "demo",
+            device=device,
+            max_context=192,
+            kv_chunk=64,
+            batch=2,
+            quiet=True,
+            speculative_config=config,
+            **options,
+        )
+    with llm:
+        found = llm.generate(["the cat sat on", "a dog ran to the house and"], asked, use_tqdm=False)
+        drafted = llm.engine.engine.load().decoded.drafted
+    return [tuple(one.outputs[0].token_ids) for one in found], drafted.accepted / max(1, drafted.tokens)
+
+
+@pytest.mark.parametrize("device", TOGETHER)
+def test_drafts_of_another_model_change_no_token(device: str) -> None:
+    (found, right), (wanted, _) = drafted_by(device, True, timeout_s=20), drafted_by("cuda:0", False, timeout_s=20)
+    assert found == wanted and right > 0.9
 
 
 @pytest.mark.parametrize("device", TOGETHER)
