@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
-from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan, describe_pass, generate_head, generate_kernel, generate_pass
 from cheetah.package import Generated
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, gpu_named
@@ -196,18 +195,9 @@ Maker = partial[Case]
 def pieces(subject: Subject, gpu: str, sanitizer: bool = True, only: str = "") -> list[tuple[Maker, bool]]:
     """Who makes each case that is looked at, in this order, and whether the race detector gets it."""
     kinds = [only] if only else ["steps", "passes"]
-    if subject.config.delta_layers:
-        kinds = _kinds_of_hybrid(subject, only)
     explored = [(maker, False) for kind in kinds for maker in _MAKERS[kind](subject, gpu)]
     raced = [(maker, True) for kind in kinds if sanitizer for maker in _raced_makers(kind, subject)]
     return [*explored[:EARLY], *raced, *explored[EARLY:]]
-
-
-def _kinds_of_hybrid(subject: Subject, only: str) -> list[str]:
-    """What is looked at of a model with Gated DeltaNet. CheetahError where that is not known yet."""
-    if only == "passes" or subject.plan.get("drafts"):
-        raise CheetahError("check knows steps of Gated DeltaNet, and no passes or drafts beside it yet")
-    return ["steps"]
 
 
 def _explored_aloud(case: Case, seeds: int, schedulers: Sequence[str], first: bool, say: Progress) -> Verdict:
@@ -267,7 +257,8 @@ def _bare(plan: Mapping[str, Any]) -> dict[str, Any]:
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     has_taps, subject = bool(subject.plan.get("taps")), replace(subject, plan=_bare(subject.plan))
     config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
-    awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS, ranks)
+    few_bits = {} if config.delta_layers else {"kv_dtype": "e4m3"}
+    awkward = awkward_subject(config, {**few_bits, **plan}, MOST_LAYERS, ranks)
     tapped = tapped_subject(config, plan, ranks)
     return [
         partial(_passes, awkward, gpu, default_pass_plan, share=AWKWARD_SHARE),

@@ -1,18 +1,22 @@
 """The launches that a kernel which verifies drafts is judged by: with whatever drafts it makes the tokens that it makes
 without any, by as many steps as the meaning of a step says, and counts what came of them.
 
-What it makes without is held to float32, as other kernels are (`judged_steps`).
+What it makes without is held to float32, as other kernels are (`judged_steps`). Where sequences remember in layers of
+Gated DeltaNet, that too is the same with drafts and without, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
+from cheetah.models.rounding import F32
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.engine.drafting import Drafted, Drafting
 from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
@@ -27,6 +31,8 @@ from cheetah.tools.step_course import Drawn, Scored
 
 PROMPT, COUNT, MASKED_COUNT = 9, 40, 16
 """Tokens of the prompt, and that are made behind it; with masks of their own."""
+COUNT_OF_HYBRIDS, MASKED_COUNT_OF_HYBRIDS = 20, 8
+"""Of models with Gated DeltaNet: a token that is remembered costs the emulator as much as many keys."""
 ROUNDS = 64
 HOT = Sampling(temperature=1.2, seed=7)
 
@@ -122,6 +128,11 @@ WORKS = (
 )
 SHORT = (*WORKS[:1], *WORKS[2:4])
 """Of the race detector."""
+OF_HYBRIDS, SHORT_OF_HYBRIDS = WORKS[:3], WORKS[1:2]
+"""What is drafted for, no layer remembers; how much of it counts, all do."""
+
+
+Works = Sequence[tuple[str, Drafter]]
 
 
 class JudgedDrafts(JudgedSteps):
@@ -132,9 +143,14 @@ class JudgedDrafts(JudgedSteps):
 
     def __init__(self, rig: Rig, truth: dict[str, list[int]] | None = None) -> None:
         super().__init__(rig)
-        plan = rig.plan
-        if not plan.drafts or self.course.context < PROMPT + COUNT + plan.tokens or plan.max_steps < PROMPT + COUNT:
-            needed = PROMPT + COUNT + plan.tokens
+        plan, is_hybrid = rig.plan, bool(rig.config.delta_layers)
+        self.count, self.masked_count = COUNT, MASKED_COUNT
+        self.works: Mapping[bool, Works] = {False: WORKS, True: SHORT}
+        if is_hybrid:
+            self.count, self.masked_count = COUNT_OF_HYBRIDS, MASKED_COUNT_OF_HYBRIDS
+            self.works = {False: OF_HYBRIDS, True: SHORT_OF_HYBRIDS}
+        steps, needed = PROMPT + self.count, PROMPT + self.count + plan.tokens
+        if not plan.drafts or self.course.context < needed or plan.max_steps < steps:
             raise CheetahError(f"check of drafts needs drafts, and max_context and max_steps of at least {needed}")
         self.width, self.kinds, self.truth = plan.drafts + 1, kinds_of(rig.config.vocab_size), truth or {}
         self.opening = [*self.course.filling[:PROMPT]]
@@ -150,7 +166,7 @@ class JudgedDrafts(JudgedSteps):
             if published is not None:
                 run.all_plain()
             else:
-                for problem in run.problems(SHORT if is_short else WORKS, is_short):
+                for problem in run.problems(self.works[is_short], is_short):
                     raise KernelFault(problem)
         except LaunchFault as error:
             raise KernelFault(without_advice(error)) from error
@@ -161,7 +177,7 @@ class JudgedDrafts(JudgedSteps):
     def without_drafts(self) -> dict[str, list[int]]:
         """The tokens of each kind."""
         run = _Run(self, self.rig.session())
-        return {**{kind: run.plain(kind) for kind in self.kinds}, "masked": run.masked(1)}
+        return {**{kind: run.plain(kind) for kind in self.kinds}, "masked": run.masked(1)[0]}
 
 
 class _Run:
@@ -172,14 +188,13 @@ class _Run:
         self.scored: list[Scored] = []
         self.drawn: list[Drawn] = []
         self._plain: dict[str, list[int]] = {**judged.truth}
+        self._remembered: dict[str, NDArray[np.uint32]] = {}
 
     def plain(self, kind: str) -> list[int]:
         """The tokens of a kind, made without drafts."""
         if kind not in self._plain:
             sampling = self.judged.kinds[kind]
-            result, _ = self._launch(sampling, COUNT, 1, Drafting(COUNT + PROMPT))
-            self._plain[kind] = [*result.token_ids]
-            self._note(kind, sampling, self._plain[kind])
+            self._plain[kind] = self._made_alone(kind, sampling)
         return self._plain[kind]
 
     def all_plain(self) -> None:
@@ -188,7 +203,7 @@ class _Run:
         for kind in self.judged.kinds:
             self.plain(kind)
 
-    def problems(self, works: Sequence[tuple[str, Drafter]], is_short: bool) -> Iterator[str]:
+    def problems(self, works: Works, is_short: bool) -> Iterator[str]:
         """What is not as without drafts, or comes by other steps."""
         for kind, drafter in works:
             yield from self._with_drafts(kind, drafter)
@@ -203,8 +218,9 @@ class _Run:
         truth, width, opening = self.plain(kind), self.judged.width, self.judged.opening
         drafts, text = drafter.drafts(truth, self.vocab), drafter.text(truth)
         drafting = Drafting(ROUNDS, drafts, drafter.ngrams, text)
-        result, launch = self._launch(self.judged.kinds[kind], COUNT, width, drafting)
+        result, launch, state = self._launch(self.judged.kinds[kind], self.judged.count, width, drafting)
         yield from self._differing(f"tokens of kind {kind!r} by {drafter}", result, truth)
+        yield from self._otherwise(f"tokens of kind {kind!r} by {drafter}", state, self._remembered.get(kind))
         meant = expected([*opening, *truth], len(opening), width, drafts, drafter.ngrams, text)
         if (result.steps, result.drafted) != meant:
             yield f"kind {kind!r} by {drafter}: {result.drafted} in {result.steps} steps, not {meant[1]} in {meant[0]}"
@@ -215,52 +231,57 @@ class _Run:
     def _stopped(self) -> Iterator[str]:
         """What was drafted behind a stop id counts for nobody."""
         truth = self.plain("seeded")
-        for place in (COUNT // 2 + 1, COUNT // 2 + 4):
+        count = self.judged.count
+        for place in (count // 2 + 1, count // 2 + 4):
             sampling = replace(self.judged.kinds["seeded"], stop_ids=(truth[place], self.vocab))
             drafting = Drafting(ROUNDS, truth[:-1])
-            result, _ = self._launch(sampling, COUNT, self.judged.width, drafting)
+            result, _, state = self._launch(sampling, count, self.judged.width, drafting)
             first = truth.index(truth[place])
             yield from self._differing(f"tokens up to stop id {truth[place]}", result, truth[: first + 1])
+            alone = self._scored([*self.judged.opening, *truth[:first]])[1] if state.size else None
+            yield from self._otherwise(f"tokens up to stop id {truth[place]}", state, alone)
             if result.drafted.accepted > first:
                 yield f"{result.drafted.accepted} drafts count before stop id {truth[place]}, which is token {first}"
 
     def _judging(self) -> Iterator[str]:
         """The rows of the logits that judged the tokens."""
-        judged, count = self.judged, COUNT // 2
+        judged, count = self.judged, self.judged.count // 2
         truth = self.plain("seeded")[:count]
         logits = self.session.device.allocate_mapped(count * judged.plan.tokens * self.vocab * 4)
         drafting = Drafting(count, wrong(truth, 4, self.vocab)[:-1])
-        result, launch = self._launch(judged.kinds["seeded"], count, judged.width, drafting, logits)
+        result, launch, _ = self._launch(judged.kinds["seeded"], count, judged.width, drafting, logits)
         yield from self._differing("tokens whose logits are wanted", result, truth)
         tokens = range(PROMPT - 1 + count)
         rows = np.stack([*self.session.launcher.logits_after(launch, 0, tokens)])
-        cache = self.session.launcher.cache
-        scored = self.session.score([*judged.opening, *truth][: len(tokens)])
-        cache.clear()
+        scored, _ = self._scored([*judged.opening, *truth][: len(tokens)])
         if not np.array_equal(rows, scored):
             yield "the logits that are said to have judged the tokens are not those of the tokens one by one"
 
     def _masked(self) -> Iterator[str]:
-        truth = self._plain.setdefault("masked", []) or self.masked(1)
-        found = self.masked(self.judged.width, truth)
+        truth, alone = self._plain.setdefault("masked", []), None
+        if not truth:
+            truth, alone = self.masked(1)
+        found, state = self.masked(self.judged.width, truth)
         if found != truth:
             yield f"tokens with a mask each are {found}, and {truth} without drafts"
+        yield from self._otherwise("tokens with a mask each", state, alone)
 
-    def masked(self, width: int, drafts: Sequence[int] = ()) -> list[int]:
-        """Tokens each of which has a mask of its own, by launches of one step."""
+    def masked(self, width: int, drafts: Sequence[int] = ()) -> tuple[list[int], NDArray[np.uint32]]:
+        """Tokens each of which has a mask of its own, by launches of one step, and what is remembered of them."""
         opening, sampling = self.judged.opening, self.judged.kinds["seeded"]
         ids, cache = [*opening], self.session.sequence()
-        while len(ids) < len(opening) + MASKED_COUNT:
+        while len(ids) < len(opening) + self.judged.masked_count:
             made = len(ids) - len(opening)
-            ahead = list(drafts[made : made + width - 1])[: MASKED_COUNT - made - 1] if cache.length else []
+            ahead = list(drafts[made : made + width - 1])[: self.judged.masked_count - made - 1] if cache.length else []
             masks = [self._mask(made + 1 + number) for number in range(len(ahead))]
             inputs = ids[cache.length :]
             part = Part(cache, inputs, len(inputs) + len(ahead), sampling, 1 + len(ahead), ids, len(opening))
             drafting = Drafting(1, ahead, masks=masks) if ahead else None
             parts = [replace(part, mask=self._mask(made), drafting=drafting)]
             ids += self.session.launcher.launch_together(parts)[0].token_ids
+        state = self.session.remembered_by(cache)
         cache.clear()
-        return ids[len(opening) :]
+        return ids[len(opening) :], state
 
     def _mask(self, place: int) -> Mask:
         """Another third of the tokens for each place."""
@@ -269,18 +290,21 @@ class _Run:
     def _together(self) -> Iterator[str]:
         """Two sequences share steps, with widths of their own."""
         kinds, opening = ("few", "penalised, seeded"), self.judged.opening
-        tokens = self.judged.plan.tokens
+        tokens, count = self.judged.plan.tokens, self.judged.count
         widths = tokens - max(1, tokens // 3), max(1, tokens // 3)
         caches = [self.session.sequence() for _ in kinds]
         parts = []
         for cache, kind, width, every in zip(caches, kinds, widths, (0, 2), strict=True):
             drafts = wrong(self.plain(kind), every, self.vocab)[:-1] if every else ()
-            drafting = Drafting(PROMPT + COUNT, drafts, (1, 2))
-            total = len(opening) - 1 + COUNT
+            drafting = Drafting(PROMPT + count, drafts, (1, 2))
+            total = len(opening) - 1 + count
             sampling = self.judged.kinds[kind]
             parts.append(Part(cache, opening, total, sampling, width, opening, len(opening), drafting=drafting))
-        for kind, result in zip(kinds, self.session.launcher.launch_together(parts), strict=True):
-            yield from self._differing(f"tokens of kind {kind!r} beside another sequence", result, self.plain(kind))
+        results = self.session.launcher.launch_together(parts)
+        for kind, result, cache in zip(kinds, results, caches, strict=True):
+            what, state = f"tokens of kind {kind!r} beside another sequence", self.session.remembered_by(cache)
+            yield from self._differing(what, result, self.plain(kind))
+            yield from self._otherwise(what, state, self._remembered.get(kind))
         for cache in caches:
             cache.clear()
 
@@ -290,26 +314,56 @@ class _Run:
             place = next(number for number, (one, other) in enumerate(pairs) if one != other)
             yield f"{what} are others than without drafts from token {place} on: {result.token_ids}, not {truth}"
 
+    @staticmethod
+    def _otherwise(what: str, state: NDArray[np.uint32], alone: NDArray[np.uint32] | None) -> Iterator[str]:
+        """Where a sequence remembers other bits than without drafts."""
+        if alone is not None and not np.array_equal(state, alone):
+            layer, share = map(int, np.argwhere((state != alone).any(axis=-1))[0])
+            yield (
+                f"what a sequence remembers of {what} is not what it does without drafts: first share {share} of layer "
+                f"{layer} of those that remember"
+            )
+
+    def _scored(self, ids: Sequence[int]) -> tuple[F32, NDArray[np.uint32]]:
+        """The logits behind tokens that are given one by one, and what is remembered of them."""
+        cache = self.session.launcher.cache
+        found = self.session.score(ids), self.session.remembered_by(cache)
+        cache.clear()
+        return found
+
     def _launch(
-        self, sampling: Sampling, count: int, width: int, drafting: Drafting, logits: object = None
-    ) -> tuple[LaunchResult, Launch]:
-        """One launch of `count` tokens behind the opening, in a cache of its own."""
+        self,
+        sampling: Sampling,
+        count: int,
+        width: int,
+        drafting: Drafting,
+        logits: object = None,
+        cached: list[NDArray[Any]] | None = None,
+    ) -> tuple[LaunchResult, Launch, NDArray[np.uint32]]:
+        """One launch of `count` tokens behind the opening, in a cache of its own; also what is remembered of them.
+        cached: gets the bits of their keys and values."""
         opening, cache, launcher = self.judged.opening, self.session.sequence(), self.session.launcher
         total = len(opening) - 1 + count
         part = Part(cache, opening, total, sampling, width, opening, len(opening), drafting=drafting)
         launch = launcher.prepare([part], logits)  # type: ignore[arg-type]
         launcher.start(launch)
         (result,) = launcher.finish(launch)
+        state = self.session.remembered_by(cache)
+        if cached is not None:
+            cached.append(self.session.cached_of(cache))
         cache.clear()
-        return result, launch
+        return result, launch, state
 
-    def _note(self, kind: str, sampling: Sampling, tokens: Sequence[int]) -> None:
-        """What was made without drafts, for float32 to judge."""
-        opening, launcher = self.judged.opening, self.session.launcher
-        ids = (*opening, *tokens[:-1])
-        logits = self.session.score(ids)
-        pages = self.session.cached_of(launcher.cache)[:, :, :, : len(ids)]
-        launcher.restart()
-        self.scored.append(Scored(f"kind {kind!r}", 0, ids, logits, pages))
-        rows, prompt = logits[len(opening) - 1 :], tuple(opening)
-        self.drawn.append(Drawn(f"kind {kind!r}", tuple(tokens), rows, sampling, len(opening), prompt))
+    def _made_alone(self, kind: str, sampling: Sampling) -> list[int]:
+        """Tokens without drafts, which are noted for float32 to judge."""
+        opening, count, cached = self.judged.opening, self.judged.count, list[NDArray[Any]]()
+        steps = len(opening) - 1 + count
+        logits = self.session.device.allocate_mapped(steps * self.judged.plan.tokens * self.vocab * 4)
+        result, launch, state = self._launch(sampling, count, 1, Drafting(steps), logits, cached)
+        tokens, ids = tuple(result.token_ids), (*opening, *result.token_ids[:-1])
+        found = np.stack([*self.session.launcher.logits_after(launch, 0, range(steps))])
+        self._remembered[kind] = state
+        self.scored.append(Scored(f"kind {kind!r}", 0, ids, found, cached[0], state if state.size else None))
+        rows, prompt = found[len(opening) - 1 :], tuple(opening)
+        self.drawn.append(Drawn(f"kind {kind!r}", tokens, rows, sampling, len(opening), prompt))
+        return [*tokens]

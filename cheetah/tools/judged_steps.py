@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense import program
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
@@ -24,7 +25,7 @@ from cheetah.runtime.engine.request_rows import bias_of, mask_of
 from cheetah.runtime.engine.watching import MASK_BITS
 from cheetah.tools.judging_device import KernelFault, Pace, judging
 from cheetah.tools.published import Comparison, Filled, Launched, LaunchedSequence, Texts, Token
-from cheetah.tools.remembered import memories, words_of_states
+from cheetah.tools.remembered import words_of_states, wrong_states
 from cheetah.tools.rig import Rig, Session
 from cheetah.tools.step_course import Course, CourseRun, Drawn, Scored
 
@@ -36,6 +37,7 @@ FACTOR_OF_HYBRIDS = 6.0
 """The same beside Gated DeltaNet: what a memory has under a query may be little more than rounding, as behind a first
 token whose key and query are nearly at right angles, and the norm of heads makes it as large as any. So much of what
 rounding does is allowed of states, too (seen of right kernels: up to 4.1 times)."""
+STATES_ALLOWANCE = LEAST_TOLERANCE, FACTOR_OF_HYBRIDS
 OF_A_FAULT = 0.05
 """Allowed of what is exchanged where a launch ended wrongly, so that no logits say what rounding does."""
 MOST_CACHED = 0.2
@@ -95,6 +97,7 @@ class JudgedSteps:
         if self.config.delta_layers:
             self.course.remembered = self._remembered
         filled = np.stack([rounded.keys, rounded.values], axis=1)[:, :, :, : self.course.context]
+        self._with_keys = layers_with_keys(self.config)
         self.course.filled = filled[self._with_keys]
         # Beside the references that begin anew: those that go on behind the filling's first tokens.
         self._numbers = rig.session().numbers_of
@@ -102,11 +105,6 @@ class JudgedSteps:
             id(one): (filled, filled.keys.copy(), filled.values.copy())
             for one, filled in ((self.reference, exact_one), (self.rounded, rounded))
         }
-
-    @property
-    def _with_keys(self) -> list[int]:
-        """The layers that have keys and values."""
-        return [layer for layer in range(self.config.layers) if layer not in self.config.delta_layers]
 
     def _read_filling(self, begun: Reference, reference: Reference) -> None:
         """By one that another stands beside; what is remembered is kept where caches are filled so far."""
@@ -164,7 +162,7 @@ class JudgedSteps:
 
     def agreement(self, found: Transcript) -> Agreement:
         """Logits beside the reference's, and sampled ids beside the logits before them."""
-        factor = FACTOR_OF_HYBRIDS if self.config.delta_layers else TOLERANCE_FACTOR
+        factor = tolerance_factor(self.config)
         errors, allowed, problems, decided = [], LEAST_TOLERANCE, list[str](), list[NDArray[np.bool_]]()
         for one in found.scored:
             exact, rounded = (self.logits_by(reference, one) for reference in (self.reference, self.rounded))
@@ -215,31 +213,15 @@ class JudgedSteps:
             yield f"{scored.place}: all logits are right, but what is cached as {what} is not"
 
     def _wrong_state(self, scored: Scored) -> Iterator[str]:
-        """What a sequence remembers behind a launch with right logits, if that is not what later ones begin with:
-        allowed is, layer by layer, so many times the most that rounding does to a head's in the reference itself."""
+        """What a sequence remembers behind a launch with right logits, if that is not what later ones begin with."""
         heads = self.config.shape.delta
         if heads is None or scored.state is None:
             return
-        exact, rounded = (self._memories_by(reference, scored) for reference in (self.reference, self.rounded))
-        of_rounding, off = (
-            np.linalg.norm(one - exact, axis=(2, 3)) / np.linalg.norm(exact, axis=(2, 3))
-            for one in (rounded, memories(heads, scored.state))
-        )
-        allowed = np.maximum(LEAST_TOLERANCE, FACTOR_OF_HYBRIDS * of_rounding.max(axis=1, keepdims=True))
-        if (wrong := ~(off <= allowed)).any():
-            layer, head = map(int, np.argwhere(wrong)[0])
-            what = f"what value head {head} of layer {heads.layers[layer]} remembers is not"
-            yield (
-                f"{scored.place}: all logits are right, but {what}: {off[layer, head]:.2e} off, "
-                f"allowed is {allowed[layer, 0]:.2e}"
-            )
-
-    def _memories_by(self, reference: Reference, scored: Scored) -> NDArray[np.float32]:
-        """[layers, value heads, key_dim, value_dim]: what a sequence remembers then by a reference."""
-        assert self.config.shape.delta is not None
-        self.logits_by(reference, scored)
-        states = self._begun(reference, scored).states
-        return np.stack([states[layer].memory for layer in self.config.shape.delta.layers])
+        for reference in (self.reference, self.rounded):
+            self.logits_by(reference, scored)
+        exact, rounded = (self._begun(reference, scored).states for reference in (self.reference, self.rounded))
+        for wrong in wrong_states(heads, scored.state, exact, rounded, STATES_ALLOWANCE):
+            yield f"{scored.place}: all logits are right, but {wrong}"
 
     def _first_off(self, found: Transcript, scored: Scored, number: int, allowed: float) -> str:
         """What is off first of the numbers that led to a position's logits."""
@@ -318,6 +300,16 @@ class JudgedSteps:
 def without_advice(fault: Exception) -> str:
     """Of a checkpoint's weights: these were made here."""
     return str(fault).partition(" Look for")[0]
+
+
+def tolerance_factor(config: ModelConfig) -> float:
+    """So many times the error of rounding is allowed."""
+    return FACTOR_OF_HYBRIDS if config.delta_layers else TOLERANCE_FACTOR
+
+
+def layers_with_keys(config: ModelConfig) -> list[int]:
+    """The layers that have keys and values."""
+    return [layer for layer in range(config.layers) if layer not in config.delta_layers]
 
 
 def reference_of(rig: Rig, rounding: Rounding = exact) -> Reference:

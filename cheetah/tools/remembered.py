@@ -1,16 +1,18 @@
 """What a sequence remembers in layers of Gated DeltaNet, as kernels keep it: made of the reference's states, so that a
-launch that is judged can go on behind any tokens."""
+launch that is judged can go on behind any tokens, and held to them behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.rounding import F32, as_bf16
-from cheetah.plan.delta import COLUMNS, DIMS, KEPT_WORDS, PARTS, DeltaHeads
+from cheetah.models.rounding import F32, as_bf16, widen
+from cheetah.plan.delta import COLUMNS, DIMS, KEPT_WORDS, PARTS, TAPS, DeltaHeads
+
+BEFORE = TAPS - 1
 
 
 class State(Protocol):
@@ -28,6 +30,46 @@ def words_of_states(heads: DeltaHeads, states: Sequence[State]) -> NDArray[np.ui
     return np.stack([_words_of_layer(heads, state) for state in states])
 
 
+def wrong_states(
+    heads: DeltaHeads,
+    words: NDArray[np.uint32],
+    exact: Mapping[int, State],
+    rounded: Mapping[int, State],
+    allowance: tuple[float, float],
+) -> Iterator[str]:
+    """What is wrong with a state's words beside the layers' states of references that do not round and that do.
+    allowance: what is allowed of a relative error at least, and how many times the most that rounding does to one of
+    the layer's."""
+    least, factor = allowance
+    for number, layer in enumerate(heads.layers):
+        kept = memories(heads, words)[number], channels_before(heads, words)[number]
+        names = f"value head {{}} of layer {layer} remembers", f"layer {layer} keeps of token {{}} of the last {BEFORE}"
+        parts = (_parts(heads, state) for state in (exact[layer], rounded[layer]))
+        for found, right, own, name in zip(kept, *parts, names, strict=True):
+            off, of_rounding = _errors(found, right), _errors(own, right)
+            allowed = max(least, factor * float(of_rounding.max()))
+            if not np.all(off <= allowed):
+                first = int(np.argmax(~(off <= allowed)))
+                yield f"what {name.format(first)} is not: {off[first]:.2e} off, allowed is {allowed:.2e}"
+
+
+def _parts(heads: DeltaHeads, state: State) -> tuple[F32, F32]:
+    return state.memory, state.before[:, _channels(heads)]
+
+
+def _errors(found: F32, right: F32) -> F32:
+    """|found - right| / |right| (L2) of each of the first axis; where nothing is right but zeros, |found|."""
+    off, sizes = (np.linalg.norm(one.reshape(len(one), -1), axis=1) for one in (found - right, right))
+    return np.asarray(off / np.where(sizes == 0, 1, sizes))
+
+
+def channels_before(heads: DeltaHeads, words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """Of a state's words the channels of the tokens before, f32 [layers, tokens, shares, channels of a share]."""
+    kept = words[:, :, heads.memory_words :].reshape(*words.shape[:2], -1, 2 * KEPT_WORDS)[:, :, :, :BEFORE]
+    pairs = np.ascontiguousarray(kept.transpose(0, 3, 1, 2))
+    return widen(pairs.view(np.uint16))
+
+
 def memories(heads: DeltaHeads, words: NDArray[np.uint32]) -> NDArray[np.float32]:
     """Of a state's words the matrices, f32 [layers, value heads, key_dim, value_dim]."""
     memory = np.ascontiguousarray(words[:, :, : heads.memory_words]).view(np.float32)
@@ -41,7 +83,7 @@ def _words_of_layer(heads: DeltaHeads, state: State) -> NDArray[np.uint32]:
     channels = as_bf16(state.before[:, _channels(heads)]).astype(np.uint32)  # [tokens, shares, channels]
     pairs = channels[:, :, ::2] | channels[:, :, 1::2] << 16
     kept = np.zeros((heads.shares, pairs.shape[2], 2 * KEPT_WORDS), np.uint32)
-    kept[:, :, : len(pairs)] = pairs.transpose(1, 2, 0)
+    kept[:, :, :BEFORE] = pairs.transpose(1, 2, 0)
     return np.concatenate([memory, kept.reshape(heads.shares, -1)], axis=1)
 
 

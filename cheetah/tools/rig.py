@@ -210,6 +210,10 @@ class Session:
             return np.zeros(0, np.uint32)
         return np.asarray(self.buffers["states"].download(np.uint32, self.rig.manifest.buffer("states").shape))
 
+    def remembered_by(self, cache: CachedSequence) -> NDArray[np.uint32]:
+        """What a sequence remembers, u32 [layers, shares, words]; nothing where it has no state."""
+        return self.states()[cache.state].copy() if cache.state is not None else np.zeros(0, np.uint32)
+
     def remember(self, state: int, words: NDArray[np.uint32]) -> None:
         """Makes these the words of a state."""
         self.buffers["states"].upload(words, state * words.nbytes)

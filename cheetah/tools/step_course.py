@@ -447,7 +447,7 @@ class CourseRun:
 
     def _state(self, cache: CachedSequence) -> NDArray[np.uint32] | None:
         """What a sequence remembers, where it has a state."""
-        return None if self.course.remembered is None else self.session.states()[cache.state].copy()
+        return None if self.course.remembered is None else self.session.remembered_by(cache)
 
 
 def asked(number: int, vocab: int, known: Sequence[int], highest: float) -> Sampling:
