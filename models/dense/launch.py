@@ -6,8 +6,8 @@ its fields are the kernel's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Self
 
@@ -20,6 +20,9 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 from cheetah.plan.products import Product
+
+Wanted = Callable[[ModelConfig, Plan], bool]
+OF_ROWS = "biases, in the order of the matrix' rows"
 
 
 def parameter_field(parameter: KernelParameter) -> Any:
@@ -34,92 +37,35 @@ def number_field(meaning: str, type_: ty.Type = ty.u32) -> Any:
     return parameter_field(KernelParameter(type_, meaning))
 
 
-def optional_field(parameter: KernelParameter) -> Any:
-    """What some plans or families have."""
-    return field(default=None, metadata={"parameter": parameter})
+def optional_field(wanted: Wanted, type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host") -> Any:
+    """A buffer that some plans or families have, those of which `wanted` is true."""
+    parameter = KernelParameter(type_, meaning, shape, fill)
+    return field(default=None, metadata={"parameter": parameter, "wanted": wanted})
+
+
+def rank_field() -> Any:
+    """Where several GPUs launch the kernel."""
+    return field(default=None, metadata={"parameter": RANK_NUMBER})
+
+
+def timeline_field(meaning: str, fill: str) -> Any:
+    """Where the kernel is traced."""
+    shape = ("blocks", "phases", len(EVENTS))
+    return field(default=None, metadata={"parameter": KernelParameter(ty.ptr_mut(ty.u64), meaning, shape, fill)})
+
+
+def taps_field() -> Any:
+    return optional_field(
+        lambda config, plan: bool(plan.taps),
+        *(ty.ptr_mut(ty.bf16), "what tapped layers leave of every token, not normalised, side by side"),
+        *("tap_rows", "taps", "padded_hidden"),
+        fill="poison",
+    )
 
 
 def peers_field(*buffers: str) -> Any:
     """Where these buffers of the other ranks lie, by their names, that of the next rank first; a parameter each."""
     return field(default_factory=dict, metadata={"peers": buffers})
-
-
-KV_SCALES = KernelParameter(
-    *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
-    ("layers", 2, "kv_heads"),
-)
-BIASES = KernelParameter(ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", ("layers", "qkv_rows"))
-OF_ROWS = "biases, in the order of the matrix' rows"
-O_BIASES = KernelParameter(ty.ptr(ty.bf16), f"o's {OF_ROWS}", ("layers", "o_rows"))
-ROUTER_BIASES = KernelParameter(ty.ptr(ty.bf16), f"the router's {OF_ROWS}", ("layers", "router_rows"))
-GATE_UP_BIASES = KernelParameter(
-    ty.ptr(ty.bf16), f"of each expert's gate and up {OF_ROWS}", ("layers", "experts", "gate_up_rows")
-)
-DOWN_BIASES = KernelParameter(ty.ptr(ty.bf16), f"of each expert's down {OF_ROWS}", ("layers", "experts", "o_rows"))
-HEAD_NORMS = KernelParameter(
-    ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", ("layers", 2, "head_dim")
-)
-NORMS_BEHIND = KernelParameter(
-    *(ty.ptr(ty.bf16), "weights of the norms behind each layer's attention, then feed-forward"),
-    ("layers", 2, "padded_hidden"),
-)
-SINKS = KernelParameter(ty.ptr(ty.bf16), "a logit of every query head's, whose key has no value", ("layers", "heads"))
-DELTA_TAPS = KernelParameter(
-    *(ty.ptr(ty.bf16), "of every channel of each layer of Gated DeltaNet, what a token and those before are times"),
-    ("delta_layers", "channels", "mixed_tokens"),
-)
-DELTA_NUMBERS = KernelParameter(
-    ty.ptr(ty.f32), "of each layer of Gated DeltaNet: see cheetah.plan.delta", ("delta_layers", "delta_numbers")
-)
-STATES = KernelParameter(
-    *(ty.ptr_mut(ty.u32), "what sequences remember in layers of Gated DeltaNet: see cheetah.plan.delta"),
-    *(("state_slots", "delta_layers", "shares", "share_words"), "zero"),
-)
-DELTA_RECORDS = KernelParameter(
-    *(ty.ptr_mut(ty.u32), "what columns of the last step would change in `states`: see cheetah.plan.delta"),
-    ("delta_layers", "shares", "columns", "record_words"),
-)
-STATE_SLOTS = KernelParameter(ty.ptr(ty.i32), "which of `states` each sequence has", ("batch",))
-PLACES = KernelParameter(
-    *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
-    ("ordered_inputs", "longest_input"),
-)
-ROUTER_ROWS = KernelParameter(
-    *(ty.ptr(ty.bf16), "of every expert what its logit has of the residual, then of attention's output"),
-    ("layers", "experts", "router_row"),
-)
-HISTORY = KernelParameter(
-    ty.ptr_mut(ty.u32),
-    "every sequence's tokens by position, a row a slot, where drafts are looked up",
-    ("batch", "history_room"),
-)
-JUDGES = KernelParameter(
-    *(ty.ptr_mut(ty.u32), "of every token behind one of the launch, the row of `logits` that judges it"),
-    ("batch", "token_room"),
-)
-ROUNDS = KernelParameter(
-    *(ty.ptr_mut(ty.u32), "of every sequence, what came of its drafts: see cheetah.plan.kv.tables"),
-    ("batch", "round_words"),
-)
-
-KNOWN_NORM = KernelParameter(ty.ptr(ty.bf16), "weights of the norm of what is known of tokens", ("padded_hidden",))
-KNOWN_ROWS = KernelParameter(
-    *(ty.ptr(ty.bf16), "of tokens that are known, by their pages: see cheetah.plan.known"),
-    *(("kv_pages", "page_size", "padded_hidden"), "poison"),
-)
-TAPS = KernelParameter(
-    *(ty.ptr_mut(ty.bf16), "what tapped layers leave of every token, not normalised, side by side"),
-    *(("tap_rows", "taps", "padded_hidden"), "poison"),
-)
-
-
-FEATURES = KernelParameter(
-    *(ty.ptr(ty.bf16), "what tapped layers of another model leave of tokens, side by side, by pages as keys"),
-    *(("kv_pages", "page_size", "tapped", "padded_hidden"), "zero"),
-)
-FEATURE_STEPS = KernelParameter(ty.ptr(ty.u32), "first step in which no column has features", (1,))
-STATE_NORM = KernelParameter(ty.ptr(ty.bf16), "weights of the norm of what tapped layers leave", ("padded_hidden",))
-TOKEN_IDS = KernelParameter(ty.ptr(ty.u32), "which token each row of the head stands for", ("head_rows",))
 
 
 def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParameter:
@@ -128,9 +74,10 @@ def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParame
     return KernelParameter(type_, meaning, ("hidden_rows", "padded_hidden"), "poison", given)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ModelLaunch:
-    """What kernels of the whole model begin their parameters with: its weights and its cache."""
+    """What kernels of the whole model begin their parameters with, its weights and its cache; and, behind those that a
+    kernel always has, what some models have beside them."""
 
     weights: Expr = buffer_field(ty.ptr(ty.u8), "packed matrices of all layers, then the head", "weight_bytes")
     norms: Expr = buffer_field(ty.ptr(ty.bf16), "norm weights: two a layer, then the last", "norms", "padded_hidden")
@@ -143,6 +90,67 @@ class ModelLaunch:
     )
     page_table: Expr = buffer_field(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
     kv_pages: Expr = number_field("pages of the pool")
+    kv_scales: Expr | None = optional_field(
+        lambda config, plan: plan.kv_dtype == "e4m3",
+        *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
+        *("layers", 2, "kv_heads"),
+    )
+    biases: Expr | None = optional_field(
+        lambda config, plan: config.has_biases,
+        *(ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", "layers", "qkv_rows"),
+    )
+    o_biases: Expr | None = optional_field(
+        lambda config, plan: config.has_out_biases, ty.ptr(ty.bf16), f"o's {OF_ROWS}", "layers", "o_rows"
+    )
+    router_biases: Expr | None = optional_field(
+        lambda config, plan: config.has_expert_biases,
+        *(ty.ptr(ty.bf16), f"the router's {OF_ROWS}", "layers", "router_rows"),
+    )
+    gate_up_biases: Expr | None = optional_field(
+        lambda config, plan: config.has_expert_biases,
+        *(ty.ptr(ty.bf16), f"of each expert's gate and up {OF_ROWS}", "layers", "experts", "gate_up_rows"),
+    )
+    down_biases: Expr | None = optional_field(
+        lambda config, plan: config.has_expert_biases,
+        *(ty.ptr(ty.bf16), f"of each expert's down {OF_ROWS}", "layers", "experts", "o_rows"),
+    )
+    head_norms: Expr | None = optional_field(
+        lambda config, plan: config.head_norms is not None,
+        *(ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", "layers", 2, "head_dim"),
+    )
+    sinks: Expr | None = optional_field(
+        lambda config, plan: config.has_sinks,
+        *(ty.ptr(ty.bf16), "a logit of every query head's, whose key has no value", "layers", "heads"),
+    )
+    norms_behind: Expr | None = optional_field(
+        lambda config, plan: config.norms.after,
+        *(ty.ptr(ty.bf16), "weights of the norms behind each layer's attention, then feed-forward"),
+        *("layers", 2, "padded_hidden"),
+    )
+    delta_taps: Expr | None = optional_field(
+        lambda config, plan: bool(config.delta_layers),
+        ty.ptr(ty.bf16),
+        "of every channel of each layer of Gated DeltaNet, what a token and those before are times",
+        *("delta_layers", "channels", "mixed_tokens"),
+    )
+    delta_numbers: Expr | None = optional_field(
+        lambda config, plan: bool(config.delta_layers),
+        *(ty.ptr(ty.f32), "of each layer of Gated DeltaNet: see cheetah.plan.delta", "delta_layers", "delta_numbers"),
+    )
+    states: Expr | None = optional_field(
+        lambda config, plan: bool(config.delta_layers),
+        *(ty.ptr_mut(ty.u32), "what sequences remember in layers of Gated DeltaNet: see cheetah.plan.delta"),
+        *("state_slots", "delta_layers", "shares", "share_words"),
+        fill="zero",
+    )
+    state_slots: Expr | None = optional_field(
+        lambda config, plan: bool(config.delta_layers), ty.ptr(ty.i32), "which of `states` each sequence has", "batch"
+    )
+    places: Expr | None = optional_field(
+        lambda config, plan: config.act_order,
+        *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
+        *("ordered_inputs", "longest_input"),
+    )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -159,7 +167,7 @@ class ModelLaunch:
         return cls(**own)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Launch(ModelLaunch):
     """The kernel's parameters, in order."""
 
@@ -211,41 +219,64 @@ class Launch(ModelLaunch):
     plan_count: Expr = number_field("schedules in `kv_plans`")
     options: Expr = number_field("all bits of the sequences' options: see cheetah.plan.kv.tables")
     epoch: Expr = number_field("first of the launch's exchange epochs: steps * epochs_of_step(layers) are used")
-    kv_scales: Expr | None = optional_field(KV_SCALES)
-    biases: Expr | None = optional_field(BIASES)
-    o_biases: Expr | None = optional_field(O_BIASES)
-    router_biases: Expr | None = optional_field(ROUTER_BIASES)
-    gate_up_biases: Expr | None = optional_field(GATE_UP_BIASES)
-    down_biases: Expr | None = optional_field(DOWN_BIASES)
-    head_norms: Expr | None = optional_field(HEAD_NORMS)
-    sinks: Expr | None = optional_field(SINKS)
-    norms_behind: Expr | None = optional_field(NORMS_BEHIND)
-    delta_taps: Expr | None = optional_field(DELTA_TAPS)
-    delta_numbers: Expr | None = optional_field(DELTA_NUMBERS)
-    states: Expr | None = optional_field(STATES)
-    state_slots: Expr | None = optional_field(STATE_SLOTS)
-    delta_records: Expr | None = optional_field(DELTA_RECORDS)
-    places: Expr | None = optional_field(PLACES)
-    router_rows: Expr | None = optional_field(ROUTER_ROWS)
-    history: Expr = optional_field(HISTORY)
-    judges: Expr = optional_field(JUDGES)
-    rounds: Expr = optional_field(ROUNDS)
-    taps: Expr = optional_field(TAPS)
-    features: Expr = optional_field(FEATURES)
-    feature_steps: Expr = optional_field(FEATURE_STEPS)
-    token_ids: Expr = optional_field(TOKEN_IDS)
-    state_norm: Expr = optional_field(STATE_NORM)
-    known_norm: Expr = optional_field(KNOWN_NORM)
-    known_rows: Expr = optional_field(KNOWN_ROWS)
-    rank: Expr | None = optional_field(RANK_NUMBER)
+    delta_records: Expr | None = optional_field(
+        lambda config, plan: bool(config.delta_layers) and plan.drafts > 0,
+        *(ty.ptr_mut(ty.u32), "what columns of the last step would change in `states`: see cheetah.plan.delta"),
+        *("delta_layers", "shares", "columns", "record_words"),
+    )
+    router_rows: Expr | None = optional_field(
+        lambda config, plan: plan.fused_router > 0,
+        *(ty.ptr(ty.bf16), "of every expert what its logit has of the residual, then of attention's output"),
+        *("layers", "experts", "router_row"),
+    )
+    history: Expr = optional_field(
+        lambda config, plan: plan.drafts > 0,
+        *(ty.ptr_mut(ty.u32), "every sequence's tokens by position, a row a slot, where drafts are looked up"),
+        *("batch", "history_room"),
+    )
+    judges: Expr = optional_field(
+        lambda config, plan: plan.drafts > 0,
+        *(ty.ptr_mut(ty.u32), "of every token behind one of the launch, the row of `logits` that judges it"),
+        *("batch", "token_room"),
+    )
+    rounds: Expr = optional_field(
+        lambda config, plan: plan.drafts > 0,
+        *(ty.ptr_mut(ty.u32), "of every sequence, what came of its drafts: see cheetah.plan.kv.tables"),
+        *("batch", "round_words"),
+    )
+    taps: Expr = taps_field()
+    features: Expr = optional_field(
+        lambda config, plan: config.drafter is not None,
+        *(ty.ptr(ty.bf16), "what tapped layers of another model leave of tokens, side by side, by pages as keys"),
+        *("kv_pages", "page_size", "tapped", "padded_hidden"),
+        fill="zero",
+    )
+    feature_steps: Expr = optional_field(
+        lambda config, plan: config.drafter is not None,
+        *(ty.ptr(ty.u32), "first step in which no column has features", 1),
+    )
+    token_ids: Expr = optional_field(
+        lambda config, plan: config.drafter is not None,
+        *(ty.ptr(ty.u32), "which token each row of the head stands for", "head_rows"),
+    )
+    state_norm: Expr = optional_field(
+        lambda config, plan: config.drafter is not None and config.drafter.joins_residual,
+        *(ty.ptr(ty.bf16), "weights of the norm of what tapped layers leave", "padded_hidden"),
+    )
+    known_norm: Expr = optional_field(
+        lambda config, plan: config.block is not None,
+        *(ty.ptr(ty.bf16), "weights of the norm of what is known of tokens", "padded_hidden"),
+    )
+    known_rows: Expr = optional_field(
+        lambda config, plan: config.block is not None,
+        *(ty.ptr(ty.bf16), "of tokens that are known, by their pages: see cheetah.plan.known"),
+        *("kv_pages", "page_size", "padded_hidden"),
+        fill="poison",
+    )
+    rank: Expr | None = rank_field()
     peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange", "taps")
-    timeline: Expr | None = optional_field(
-        KernelParameter(
-            ty.ptr_mut(ty.u64),
-            "nanoseconds of the events of every phase in the last step: see cheetah.blocks.timeline",
-            ("blocks", "phases", len(EVENTS)),
-            "poison",
-        )
+    timeline: Expr | None = timeline_field(
+        "nanoseconds of the events of every phase in the last step: see cheetah.blocks.timeline", "poison"
     )
 
 
@@ -274,15 +305,17 @@ def parameters_of(
     """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline; ranks:
     GPUs that launch it together."""
     parameters: dict[str, Any] = {}
-    for one in fields(launch):
+    wanted = {"timeline": traced, RANK: ranks > 1}
+    for one in sorted(fields(launch), key=_is_of_some):
+        if "wanted" in one.metadata:
+            wanted[one.name] = one.metadata["wanted"](config, plan)
         if "parameter" in one.metadata:
             parameters[one.name] = one.metadata["parameter"]
         for buffer, further in product(one.metadata.get("peers", ()), range(1, ranks)):
             meaning = f"`{buffer}` of the rank {further} further on"
             its = parameters[buffer]
             parameters[peer_parameter(buffer, further)] = KernelParameter(its.type, meaning, given=its.given)
-    is_codes = plan.kv_dtype == "e4m3"
-    if is_codes:
+    if plan.kv_dtype == "e4m3":
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
     if config.shape.rotations > 1:
         rope = parameters["rope"]
@@ -309,27 +342,12 @@ def parameters_of(
         parameters["embedding"] = replace(
             parameters["embedding"], meaning=f"what each token adds to {to}", shape=("vocab", width)
         )
-    wanted = {
-        **dict.fromkeys(("features", "feature_steps", "token_ids"), config.drafter is not None),
-        "state_norm": joins_residual,
-        **dict.fromkeys(("history", "judges", "rounds"), plan.drafts > 0),
-        "kv_scales": is_codes,
-        "biases": config.has_biases,
-        "o_biases": config.has_out_biases,
-        **dict.fromkeys(("router_biases", "gate_up_biases", "down_biases"), config.has_expert_biases),
-        "head_norms": config.head_norms is not None,
-        "sinks": config.has_sinks,
-        "norms_behind": config.norms.after,
-        **dict.fromkeys(("delta_taps", "delta_numbers", "states", "state_slots"), bool(config.delta_layers)),
-        "delta_records": bool(config.delta_layers) and plan.drafts > 0,
-        "places": config.act_order,
-        "router_rows": plan.fused_router > 0,
-        "taps": bool(plan.taps),
-        **dict.fromkeys(("known_norm", "known_rows"), config.block is not None),
-        "timeline": traced,
-        RANK: ranks > 1,
-    }
     return {name: one for name, one in parameters.items() if wanted.get(buffer_of(name), True)}
+
+
+def _is_of_some(one: Field[Any]) -> bool:
+    """Whether a launch's field is not of all its kernels, so that its parameter comes behind those that are."""
+    return (one.default, one.default_factory) != (MISSING, MISSING)
 
 
 def biases_of_layer(launch: ModelLaunch, product: Product, layer: Any) -> Any:

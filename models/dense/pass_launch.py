@@ -5,41 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import (
-    BIASES,
-    DELTA_NUMBERS,
-    DELTA_TAPS,
-    DOWN_BIASES,
-    GATE_UP_BIASES,
-    HEAD_NORMS,
-    KV_SCALES,
-    NORMS_BEHIND,
-    O_BIASES,
-    PLACES,
-    ROUTER_BIASES,
-    SINKS,
-    STATE_SLOTS,
-    STATES,
-    TAPS,
     ModelLaunch,
     buffer_field,
     hidden_states_parameter,
     number_field,
-    optional_field,
     parameter_field,
     parameters_of,
     peers_field,
+    rank_field,
+    taps_field,
+    timeline_field,
 )
 from cheetah.models.dense.launch import in_all_memories as in_all_memories
-from cheetah.package import RANK_NUMBER, KernelParameter
+from cheetah.package import KernelParameter
 from cheetah.plan import Plan
 from cheetah.plan.pass_tables import TABLE_WORDS
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PassLaunch(ModelLaunch):
     """The kernel's parameters, in order. All but the workspace and the ids are those of the decode step."""
 
@@ -61,28 +47,11 @@ class PassLaunch(ModelLaunch):
         "columns in `wanted`; with none the launch ends before attention in the last layer"
     )
     arrivals: Expr = number_field("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
-    kv_scales: Expr | None = optional_field(KV_SCALES)
-    biases: Expr | None = optional_field(BIASES)
-    o_biases: Expr | None = optional_field(O_BIASES)
-    router_biases: Expr | None = optional_field(ROUTER_BIASES)
-    gate_up_biases: Expr | None = optional_field(GATE_UP_BIASES)
-    down_biases: Expr | None = optional_field(DOWN_BIASES)
-    head_norms: Expr | None = optional_field(HEAD_NORMS)
-    sinks: Expr | None = optional_field(SINKS)
-    norms_behind: Expr | None = optional_field(NORMS_BEHIND)
-    delta_taps: Expr | None = optional_field(DELTA_TAPS)
-    delta_numbers: Expr | None = optional_field(DELTA_NUMBERS)
-    states: Expr | None = optional_field(STATES)
-    state_slots: Expr | None = optional_field(STATE_SLOTS)
-    places: Expr | None = optional_field(PLACES)
-    taps: Expr = optional_field(TAPS)
-    rank: Expr | None = optional_field(RANK_NUMBER)
+    taps: Expr = taps_field()
+    rank: Expr | None = rank_field()
     peers: Mapping[str, tuple[Expr, ...]] = peers_field("workspace", "hidden_states", "taps")
-    timeline: Expr | None = optional_field(
-        KernelParameter(
-            *(ty.ptr_mut(ty.u64), "nanoseconds of the events of every phase: see cheetah.blocks.timeline"),
-            *(("blocks", "phases", len(EVENTS)), "zero"),
-        )
+    timeline: Expr | None = timeline_field(
+        "nanoseconds of the events of every phase: see cheetah.blocks.timeline", "zero"
     )
 
 
