@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import PhaseRow, layers_text, lines_of
@@ -27,6 +28,7 @@ from cheetah.plan.products import (
     ChoicePhase,
     DeltaPhase,
     NormPhase,
+    Phase,
     Product,
     StepTable,
     Vector,
@@ -263,15 +265,42 @@ class Line(ABC):
     @abstractmethod
     def makes(self) -> tuple[str, ...]: ...
 
+    fetched: ClassVar[str] = ""
+    """What the producer role does meanwhile, if not the same."""
+
+    @property
+    def meets(self) -> bool:
+        """Whether what it makes is read behind it."""
+        return True
+
     @property
     def text(self) -> PhaseText:
         """What the kernel's text says of it."""
-        return PhaseText(self.name, self.about, self.waits, self.makes)
+        return PhaseText(self.name, self.about, self.waits, self.makes, self.fetched, self.meets)
 
     @property
     def matrix(self) -> str:
         """The matrix whose product it is, as people read it; nothing of other phases."""
         return ""
+
+
+@dataclass(frozen=True)
+class OfPhase(Line):
+    """What a phase of the table does."""
+
+    phase: Phase
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.phase.input.names
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return () if self.phase.output is None else self.phase.output.names
 
 
 @dataclass(frozen=True)
@@ -305,16 +334,16 @@ class TakeState(Embed):
 
 
 @dataclass(frozen=True)
-class Multiply(Line):
+class Multiply(OfPhase):
     """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
-    product: Product
+    phase: Product
     then: Then
     has_norm: bool = False
 
     @property
-    def name(self) -> str:
-        return self.product.name
+    def product(self) -> Product:
+        return self.phase
 
     @property
     def about(self) -> str:
@@ -323,16 +352,8 @@ class Multiply(Line):
         return f"{'Norm; ' if self.has_norm else ''}{sources}{of_experts}; {self.then.about}."
 
     @property
-    def waits(self) -> tuple[str, ...]:
-        return self.product.input.names
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return () if self.product.output is None else self.product.output.names
-
-    @property
-    def text(self) -> PhaseText:
-        return PhaseText(self.name, self.about, self.waits, self.makes, meets=self.product.output is not None)
+    def meets(self) -> bool:
+        return self.product.output is not None
 
     @property
     def matrix(self) -> str:
@@ -346,9 +367,7 @@ class MultiplyBeside(Multiply):
     """The product of the same input as the one before, while what that has made is on its way. Who reads the rows waits
     behind a later meeting."""
 
-    @property
-    def text(self) -> PhaseText:
-        return PhaseText(self.name, self.about, self.waits, self.makes, meets=False)
+    meets = False
 
 
 @dataclass(frozen=True)
@@ -378,15 +397,13 @@ class MultiplyAndRoute(Multiply):
 
 
 @dataclass(frozen=True)
-class ChooseExperts(Line):
+class ChooseExperts(OfPhase):
     """Every column's experts, and the list of all that some column chose, which the other roles follow."""
 
     phase: ChoicePhase
     routing: Routing
-
-    @property
-    def name(self) -> str:
-        return self.phase.name
+    fetched = "nothing"
+    meets = False
 
     @property
     def about(self) -> str:
@@ -394,59 +411,29 @@ class ChooseExperts(Line):
         of = "those" if routing.normalised else "all"
         return f"The {routing.chosen} of {routing.experts} experts of every token; weights by the softmax of {of}."
 
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return self.phase.input.names
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def text(self) -> PhaseText:
-        return PhaseText(self.name, self.about, self.waits, self.makes, "nothing", meets=False)
-
 
 @dataclass(frozen=True)
-class NormBehind(Line):
+class NormBehind(OfPhase):
     """The norm behind a product, and what becomes of its rows then."""
 
     phase: NormPhase
     product: Product
     then: OntoResidual
-
-    @property
-    def name(self) -> str:
-        return self.phase.name
+    fetched = "nothing"
 
     @property
     def about(self) -> str:
         return f"Norm of the rows of {self.product.name}; {self.then.about}."
 
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return self.phase.input.names
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return self.phase.output.names
-
-    @property
-    def text(self) -> PhaseText:
-        return PhaseText(self.name, self.about, self.waits, self.makes, "nothing")
-
 
 @dataclass(frozen=True)
-class Attend(Line):
+class Attend(OfPhase):
     """Attention over the cache, and over what is not there yet, with a context of so many tokens."""
 
     phase: AttentionPhase
     kind: AttentionKind
     max_context: int
-
-    @property
-    def name(self) -> str:
-        return self.phase.name
+    fetched = "keys and values of earlier tokens"
 
     @property
     def about(self) -> str:
@@ -469,21 +456,13 @@ class Attend(Line):
     def makes(self) -> tuple[str, ...]:
         return self.phase.partials, self.phase.output.name
 
-    @property
-    def text(self) -> PhaseText:
-        fetched = "keys and values of earlier tokens"
-        return PhaseText(self.name, self.about, self.waits, self.makes, fetched)
-
 
 @dataclass(frozen=True)
-class Remember(Line):
+class Remember(OfPhase):
     """Gated DeltaNet: every share of a sequence's memory read, changed and written by the block that keeps it."""
 
     phase: DeltaPhase
-
-    @property
-    def name(self) -> str:
-        return self.phase.name
+    fetched = "nothing"
 
     @property
     def about(self) -> str:
@@ -494,16 +473,8 @@ class Remember(Line):
         )
 
     @property
-    def waits(self) -> tuple[str, ...]:
-        return self.phase.input.names
-
-    @property
     def makes(self) -> tuple[str, ...]:
         return *self.phase.output.names, self.phase.squares
-
-    @property
-    def text(self) -> PhaseText:
-        return PhaseText(self.name, self.about, self.waits, self.makes, "nothing")
 
 
 @dataclass(frozen=True)
@@ -513,10 +484,7 @@ class Choose(Line):
     name = "sampling"
     about = "The grid's choice of every column's token; the meeting of all blocks that ends a step."
     waits = makes = STEP_EXCHANGES
-
-    @property
-    def text(self) -> PhaseText:
-        return PhaseText(self.name, self.about, self.waits, self.makes, meets=False)
+    meets = False
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
