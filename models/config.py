@@ -348,7 +348,7 @@ class ModelConfig:
 
     def embedding_columns(self, ranks: int = 1) -> int:
         """Elements of a row of the buffer `embedding`: of a head that drafts what a token adds to q, k and v, of which
-        each of so many GPUs has its heads', or to the residual."""
+        each of so many GPUs has its heads'."""
         joins = self.drafter is None or self.drafter.joins_residual
         return self.padded_hidden if joins else self.shape.of_rank(ranks).qkv_rows
 

@@ -38,8 +38,8 @@ class Drafter:
     takes, of each layer's output by itself or of all of them as one vector; None: no norm. norm_before_residual: the
     residual stream begins with what the norm before attention makes. norm_output: the next token that it drafts takes
     what the last norm makes, not the residual stream. joins_residual: in every step, of tokens that it drafts too, the
-    residual begins with a product of the state behind a norm, to which the token is added; else a product is of what
-    layers of the other model leave alone, and a token is added to queries, keys and values.
+    residual is the sum of two products, of the token's embedding behind a norm and of a state behind another; else it
+    is made of what layers of the other model leave alone, and a token is added to queries, keys and values.
     """
 
     layers: tuple[int, ...]

@@ -271,8 +271,9 @@ def _taps(shape: ModelShape, hidden: Vector) -> Iterator[Phase]:
     """What makes the residual that a head which drafts begins with."""
     count = 0 if shape.drafter is None else shape.drafter.taps
     if shape.drafter is not None and shape.drafter.joins_residual:
-        state = Vector("state", shape.hidden, is_normed=True)
-        yield Product("fc", state, hidden, (Source("fc", shape.hidden),), adds=True)
+        token, state = Vector("token", shape.hidden, is_given=True), Vector("state", shape.hidden, is_normed=True)
+        for given, made in ((token, None), (state, hidden)):
+            yield Product(f"fc_{given.name}", given, made, (Source(f"fc_{given.name}", shape.hidden),), adds=True)
         return
     for number in range(count):
         given, source = Vector(f"tap_{number}", shape.hidden, is_given=True), Source(f"fc_{number}", shape.hidden)

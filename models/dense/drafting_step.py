@@ -2,8 +2,8 @@
 
 Of most heads a column's residual begins with what products make of the layers of the other model that are tapped, or,
 where it has none of that, with what the last step has left, and a token comes in as what it adds to queries, keys and
-values. Of others it begins, in every step, with a product of a state, which is what the model's last norm makes or that
-of the last step, to which the token adds a row.
+values. Of others it is, in every step, the sum of products of the token's embedding and of a state, which is what the
+other model's last norm makes, or the own one's of the last step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from cheetah.blocks.features import NO_ROW, AddFeatures, Features, FeatureScale
 from cheetah.blocks.linear.epilogue import NormWeights, PublishedRows, place_of
 from cheetah.blocks.linear.interface import Prologue, Rows
 from cheetah.blocks.linear.norm_behind import finish_kept_rows
-from cheetah.blocks.linear.prologue import Slices
+from cheetah.blocks.linear.prologue import Slices, Units, addresses_of_units
 from cheetah.blocks.machine import Machine
-from cheetah.blocks.tokens import Tokens
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
-from cheetah.models.dense.page import Begun, Heads, Line, Multiply, OfTaps
+from cheetah.models.dense.page import Heads, Line, Multiply, OfTaps
 from cheetah.models.dense.step import StepParts
 from cheetah.plan import MatrixLayout
 from cheetah.plan.products import Product, Vector
@@ -162,20 +161,8 @@ class TappedParts(DraftingParts):
         return AddFeatures(self.features, self.machine, onto)
 
 
-@dataclass(frozen=True, eq=False)
-class TokenRows:
-    """What a column's token adds to rows: its row of the buffer `embedding`."""
-
-    tokens: Tokens
-
-    def of(self, rows: Rows) -> ch.Expr:
-        """Of columns that are not in use that of one that is."""
-        used = ch.minimum(rows.column, self.tokens.columns.count - 1)
-        return prim.bf16_to_f32(self.tokens.embedding(used)[rows.m_tile * rows.count + rows.row])
-
-
 class JoinedParts(DraftingParts):
-    """Of one whose residual is made, in every step, of a state and of the token."""
+    """Of one whose residual is made, in every step, of the token and of a state."""
 
     @ch.function
     def publish_embeddings(self, vector: Vector, norm: NormWeights, multiplier: float = 1.0) -> None:
@@ -214,17 +201,30 @@ class JoinedParts(DraftingParts):
         return found
 
     def emit_line(self, line: Line, step: Any, layer: Any) -> None:
-        if not (isinstance(line, Multiply) and isinstance(line.then, Begun)):
+        if not (isinstance(line, Multiply) and line.product in self.table.taps):
             return super().emit_line(line, step, layer)
+        product = line.product
         with self.phase(line.text):
-            product, norm = line.product, self.norm(self.table.norm_behind(line.product, layer))
+            if product.input.is_given:
+                embeddings = Slices(self.columns, self._embeddings(), product.input.published)
+                return self.linear(self.matrices[product], embeddings, KeepResidual(self.machine))
+            norm = self.norm(self.table.norm_behind(product, layer))
             prologue = self.input_of(product, layer)
-            epilogue = self.onto_residual(
-                product.output, norm, self.layer_epoch - 1, is_first=True, biases=TokenRows(self.tokens)
-            )
+            epilogue = self.onto_residual(product.output, norm, self.layer_epoch - 1)
             assert (line.waits, line.makes) == (prologue.waits, epilogue.makes), line
-            self.linear(self.matrices[product], prologue, epilogue)
-        return None
+            return self.linear(self.matrices[product], prologue, epilogue)
+
+    def _embeddings(self) -> Units:
+        """The input of the product of the token: what lies in the place of its embedding."""
+
+        def read(data: Any, unit: ch.Expr, count: int) -> None:
+            own = ch.const(ty.ptr(ty.bf16), self.tokens.embedding(self.columns.of_thread()), name="own")
+            address = addresses_of_units(self.columns, own)
+            with ch.for_(count, unroll=True, name="index") as index:
+                words = ch.reinterpret(ty.ptr(ty.u32x4), address(unit + index * self.machine.consumer_threads))
+                data[index] = words[0]
+
+        return Units(read)
 
 
 def drafting_parts(config: ModelConfig) -> type[StepParts]:

@@ -337,11 +337,9 @@ def parameters_of(
             shape=("columns", *weighed.shape[1:]),
         )
     joins_residual = config.drafter is not None and config.drafter.joins_residual
-    if config.drafter is not None:
-        to, width = ("the residual", "padded_hidden") if joins_residual else ("the rows of q, k and v", "qkv_rows")
-        parameters["embedding"] = replace(
-            parameters["embedding"], meaning=f"what each token adds to {to}", shape=("vocab", width)
-        )
+    if config.drafter is not None and not joins_residual:
+        meaning = "what each token adds to the rows of q, k and v"
+        parameters["embedding"] = replace(parameters["embedding"], meaning=meaning, shape=("vocab", "qkv_rows"))
     return {name: one for name, one in parameters.items() if wanted.get(buffer_of(name), True)}
 
 

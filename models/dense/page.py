@@ -49,13 +49,20 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int, is_fused: bool
         return Multiply(product, Kept()), NormBehind(behind, product, onto_residual)
 
     return (
-        *(Multiply(one, OfTaps() if one.input.is_given else Begun(), one.input.is_normed) for one in table.taps),
+        *(Multiply(one, _becoming(table, one), one.input.is_normed) for one in table.taps),
         *_mixing(table, kind, max_context),
         *(_fused_choosing(table, kind, o) if is_fused else (*add(o), *_choosing(table, kind))),
         Multiply(gate_up, Gated(kind.clamped_gate or kind.activation), kind.norms.before),
         *([Multiply(table.named(SHARED_DOWN), Weighed())] if _is_shared(kind) else []),
         *add(down),
     )
+
+
+def _becoming(table: StepTable, product: Product) -> Then:
+    """What becomes of a product before the heads of a head that drafts."""
+    if table.first is table.heads:
+        return OfTaps()
+    return Begun() if product.input.is_given else OntoResidual(1.0)
 
 
 def _is_shared(kind: LayerKind) -> bool:
@@ -186,9 +193,9 @@ class OfTaps:
 
 @dataclass(frozen=True)
 class Begun:
-    """The residual begins with them, and with what the column's token adds."""
+    """The residual begins with them."""
 
-    about = "the residual, with what the token adds"
+    about = "the residual"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What a head that drafts has of tokens. A product of their embeddings is a function of the token, so it is worked out
-for all tokens when weights are packed, and lies in the place of the embedding."""
+"""What a head that drafts has of tokens. A norm of their embeddings, and a product of that, are functions of the token,
+so they are worked out for all tokens when weights are packed, and lie in the place of the embedding."""
 
 from __future__ import annotations
 
@@ -25,19 +25,32 @@ class Columns:
         return rows if self._times is None else as_bf16(widen(rows) * self._times)
 
 
-class RowsOfTokens:
-    """What a matrix of bf16 [rows, hidden] makes of the tokens' embeddings [vocab, hidden] behind a norm, which
-    multiplies by `norm` [hidden]: [vocab, rows]."""
+class NormedRows:
+    """The tokens' embeddings [vocab, hidden] behind a norm, which multiplies by `norm` [hidden]."""
 
-    def __init__(self, embedding: MatrixRows | QuantizedMatrix, norm: F32, epsilon: float, matrix: Bits) -> None:
+    def __init__(self, embedding: MatrixRows | QuantizedMatrix, norm: F32, epsilon: float) -> None:
         self._embedding, self._norm, self._epsilon = cast(MatrixRows, embedding), norm, np.float32(epsilon)
-        self._weights = widen(matrix).T
-        self.shape = (embedding.shape[0], matrix.shape[0])
+        self.shape = embedding.shape
 
-    def __getitem__(self, part: slice) -> Bits:
+    def numbers(self, part: slice) -> F32:
+        """Rows, not rounded."""
         embedded = widen(self._embedding[part])
         squares = np.mean(embedded * embedded, axis=1, keepdims=True, dtype=np.float32)
-        return as_bf16((embedded / np.sqrt(squares + self._epsilon) * self._norm) @ self._weights)
+        return np.asarray(embedded / np.sqrt(squares + self._epsilon) * self._norm, np.float32)
+
+    def __getitem__(self, part: slice) -> Bits:
+        return as_bf16(self.numbers(part))
+
+
+class RowsOfTokens:
+    """What a matrix of bf16 [rows, hidden] makes of those: [vocab, rows]."""
+
+    def __init__(self, tokens: NormedRows, matrix: Bits) -> None:
+        self._tokens, self._weights = tokens, widen(matrix).T
+        self.shape = (tokens.shape[0], matrix.shape[0])
+
+    def __getitem__(self, part: slice) -> Bits:
+        return as_bf16(self._tokens.numbers(part) @ self._weights)
 
 
 def write_token_ids(rows: int, vocab: int, packing: Packing) -> None:

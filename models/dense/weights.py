@@ -95,7 +95,7 @@ def norms_before(config: ModelConfig) -> dict[str, str]:
     if not norms.before:
         return {}
     if config.drafter is not None:
-        return {"fc": STATE_BEFORE_FC, **BEFORE} if config.drafter.joins_residual else BEFORE | {"qkv": HIDDEN_NORM}
+        return BEFORE | ({"fc_state": STATE_BEFORE_FC} if config.drafter.joins_residual else {"qkv": HIDDEN_NORM})
     return BEFORE_BESIDE_BEHIND if norms.after else BEFORE
 
 

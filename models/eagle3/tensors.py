@@ -16,7 +16,7 @@ import numpy as np
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
 from cheetah.models.dense.row_groups import rank_groups
-from cheetah.models.dense.token_rows import Columns, RowsOfTokens, write_token_ids
+from cheetah.models.dense.token_rows import Columns, NormedRows, RowsOfTokens, write_token_ids
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD
 from cheetah.models.drafter import LAYER
 from cheetah.models.family import Packing, ReadTensor
@@ -77,7 +77,8 @@ def _rows_of_tokens(config: ModelConfig, matrices: StepMatrices, packing: Packin
     groups = rank_groups(config, matrices[config.table.heads], Rank(packing.rank, matrices.ranks))
     packed = np.zeros((config.embedding_columns(matrices.ranks), config.hidden_size), np.uint16)
     groups.gather(parts, packed, range(len(groups)))
-    return RowsOfTokens(rows(EMBEDDING), widen(packing.tensor(EMBEDDING_NORM)), config.rms_norm_eps, packed)
+    norm = widen(packing.tensor(EMBEDDING_NORM))
+    return RowsOfTokens(NormedRows(rows(EMBEDDING), norm, config.rms_norm_eps), packed)
 
 
 def as_packed(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> Packing:

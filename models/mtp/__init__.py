@@ -5,10 +5,10 @@
 A state is what the model's last norm makes, or, behind tokens that are drafted, what `norm` here has made. The layer is
 one of the model's with attention, and has keys and values of its own; embedding and head are the model's.
 
-Kernels know two things otherwise. The half of `fc` for the embedding is multiplied for all tokens when weights are
-packed (`cheetah.models.dense.token_rows`), and lies in the place of the embedding. And what is kept of the model is
-what its last layer leaves, before its last norm: that one's weights are here too, its 1/rms the norm behind it divides
-out again.
+Kernels know three things otherwise. `fc` is two matrices, of the embedding and of the state. In the place of the
+embedding lies what norm_e makes of it (`cheetah.models.dense.token_rows`). And what is kept of the model is what its
+last layer leaves, before its last norm: that one's weights are here too, its 1/rms the norm behind it divides out
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, Dialect
 from cheetah.models.dense import weights
 from cheetah.models.dense.family import DenseFamily
-from cheetah.models.dense.token_rows import Columns, RowsOfTokens, write_token_ids
+from cheetah.models.dense.token_rows import Columns, NormedRows, write_token_ids
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD, STATE_NORM
 from cheetah.models.drafter import LAYER, TOKEN_IDS, Drafter
 from cheetah.models.family import Merged, Packing, Tensors
@@ -30,7 +30,8 @@ from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.plan import StepMatrices
 
 FC = "fc.weight"
-PACKED_FC = f"{LAYER}fc.weight"
+HALVES = tuple(f"{LAYER}fc_{given}.weight" for given in ("token", "state"))
+"""Of it, as they are packed."""
 LM_HEAD = "lm_head"
 _QUANTISED = ("qkv", "o", "gate_up", "down")
 EMBEDDING_NORM = "pre_fc_norm_embedding.weight"
@@ -49,7 +50,7 @@ class MtpConfig(ModelConfig):
 
     dialect = Dialect("qwen3_5_mtp", "Qwen3_5MTP")
     layer = LayerKind(Norms(plus_one=True), AttentionKind(head_norms="each", gated=True))
-    modules = {"fc": "fc"}  # noqa: RUF012 (a ClassVar of ModelConfig)
+    modules = {name: name for name in ("fc_token", "fc_state")}  # noqa: RUF012 (a ClassVar of ModelConfig)
 
 
 def drafter_of(model: ModelConfig) -> MtpConfig:
@@ -76,7 +77,7 @@ def drafter_of(model: ModelConfig) -> MtpConfig:
 
 
 def quantised_as(drafter: ModelConfig, formats: Iterable[tuple[str, str]]) -> ModelConfig:
-    """A drafter whose layer has these formats, by matrices; `fc`, of which a part is a table, stays in bf16."""
+    """A drafter whose layer has these formats, by matrices; `fc` is bf16."""
     own = tuple((matrix, name) for matrix, name in formats if matrix in _QUANTISED)
     return replace(drafter, weight_formats=(*own, *drafter.weight_formats))
 
@@ -94,7 +95,8 @@ class MtpFamily(DenseFamily):
         """Embedding, head and `STATE_NORM` are the model's."""
         hidden = config.hidden_size
         shapes = super().tensor_shapes(config)
-        del shapes[PACKED_FC]
+        for half in HALVES:
+            del shapes[half]
         return shapes | {FC: (hidden, 2 * hidden), EMBEDDING_NORM: (hidden,), STATE_NORM: (hidden,)}
 
     def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
@@ -128,11 +130,10 @@ def _as_packed(config: ModelConfig, packing: Packing) -> Packing:
 
     def rows(name: str) -> Any:
         if name == EMBEDDING:
-            norm = 1 + widen(packing.tensor(EMBEDDING_NORM))
-            of_embedding = Columns(read(FC), slice(0, hidden))[:]
-            return RowsOfTokens(read(EMBEDDING), norm, config.rms_norm_eps, of_embedding)
-        if name == PACKED_FC:
-            return Columns(read(FC), slice(hidden, 2 * hidden))
+            return NormedRows(read(EMBEDDING), 1 + widen(packing.tensor(EMBEDDING_NORM)), config.rms_norm_eps)
+        if name in HALVES:
+            first = HALVES.index(name) * hidden
+            return Columns(read(FC), slice(first, first + hidden))
         return read(name)
 
     return replace(packing, rows=rows)

@@ -182,7 +182,7 @@ PLANTED = {
         "found = page * PAGE_SIZE + position",
         "found = page * PAGE_SIZE - 1 + position",
     ),
-    "a token that adds nothing": (MTP, "total * scale + bias;", "total * scale;"),
+    "a residual that begins without the token": (MTP, "RESIDUAL))[place] = value;", "RESIDUAL))[place] = 0.0f;"),
 }
 
 
