@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from cheetah.errors import CheetahError
+from cheetah.errors import CheetahError, writing
 from cheetah.printable import shown
 from cheetah.runtime.structured_outputs import GrammarError
 from cheetah.serve.answers import as_json, new_id
@@ -24,6 +24,9 @@ from cheetah.serve.records import Body, ChatBody, CompletionBody, Streamed
 from cheetah.serve.service import Answering, Prepared, Service
 
 SomeBody = TypeVar("SomeBody", bound=Streamed)
+ID = "batch_req"
+BEGIN = b'{"id":"' + ID.encode()
+"""What an answer's line begins with, also one that was cut."""
 
 
 class BatchLine(Body):
@@ -73,24 +76,25 @@ class BatchFile:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """The custom_ids that a file of answers has; what was cut at its end is removed. CheetahError for another file."""
+    """The custom_ids that a file of answers has; an answer that was cut at its end is removed. CheetahError for another
+    file, which stays as it is."""
     found, whole = set[str](), 0
     if not path.exists():
         return found
-    with path.open("r+b") as file:
+    if not path.is_file():
+        raise CheetahError(f"{path}: is no ordinary file: name another one for the answers")
+    with writing(path), path.open("r+b") as file:
         for number, data in enumerate(file, 1):
+            if not data.endswith(b"\n") and (data.startswith(BEGIN) or BEGIN.startswith(data)):
+                file.truncate(whole)
+                break
             try:
                 answer = json.loads(data)
+                _ = answer["response"]  # which requests have not
                 found.add(answer["custom_id"])
             except (ValueError, TypeError, KeyError, RecursionError):
-                if not data.endswith(b"\n"):
-                    break
                 raise CheetahError(f"{path}, line {number}: no answer of a batch: name another file") from None
-            if not data.endswith(b"\n"):
-                found.discard(answer["custom_id"])
-                break
             whole += len(data)
-        file.truncate(whole)
     return found
 
 
@@ -132,7 +136,7 @@ async def _answer(service: Service, line: BatchLine) -> bytes:
         status, body = refusal.status, refusal.body
     response = {"status_code": status, "request_id": new_id("req"), "body": body}
     return (
-        as_json({"id": new_id("batch_req"), "custom_id": line.custom_id, "response": response, "error": None}) + b"\n"
+        as_json({"id": new_id(ID), "custom_id": line.custom_id, "response": response, "error": None}) + b"\n"
     )
 
 

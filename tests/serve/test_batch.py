@@ -121,3 +121,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         BatchFile.checked(tmp_path / "none.jsonl")
     with pytest.raises(CheetahError, match="line 1: no answer of a batch"):
         finished_ids(written(tmp_path / "out.jsonl", [1], [2]))
+    with pytest.raises(CheetahError, match="is no ordinary file"):
+        finished_ids(tmp_path)
+    asked = json.dumps(request(1))
+    for text in ("what somebody else wrote, without a line's end", asked, f"{asked}\n"):
+        other = tmp_path / "other"
+        other.write_text(text)
+        with pytest.raises(CheetahError, match="line 1: no answer of a batch"):
+            finished_ids(other)
+        assert other.read_text() == text, "nothing of it is taken for an answer that was cut"
