@@ -23,8 +23,9 @@ from cheetah.attention import BatchAttention
 from cheetah.attention.outputs import DeviceArray
 from cheetah.plan import gpu_named
 from cheetah.runtime.device import open_device
-from cheetah.tools.bench import ReadCeiling, fill_with, random_bits
 from cheetah.tools.circumstances import commit
+from cheetah.tools.measured_ceiling import ReadCeiling
+from cheetah.tools.random_buffers import fill_with, random_bits
 
 LAUNCHES, SAMPLES, WARMUP = 10, 15, 3
 GPU_TIMEOUT_S = 10.0

@@ -17,8 +17,9 @@ from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.device import open_device
-from cheetah.tools.bench import Measurement, ReadCeiling, Work
+from cheetah.tools.bench import Measurement, Work
 from cheetah.tools.circumstances import clocks, commit, now
+from cheetah.tools.measured_ceiling import ReadCeiling
 
 SYSTEMS = ("plain", "transformers", "gpt-fast")
 NOT_A_SPEED = "on the CPU: not a speed"

@@ -14,10 +14,11 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.formats import KV_TILE_TOKENS
-from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
+from cheetah.plan.kv import KvPlanLayout, Scheduling, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
 from cheetah.runtime.assembly.buffers import allocate_buffers, free_all
-from cheetah.tools.bench import FIRST_TOKEN, fill_random, fill_with, random_bits
+from cheetah.tools.bench import FIRST_TOKEN
+from cheetah.tools.random_buffers import fill_random, fill_with, random_bits
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Device
@@ -76,15 +77,9 @@ class DecodeState:
             plan.pages_per_sequence,
             align=KV_TILE_TOKENS,
         )
-        plans = kv_plans_for_launch(
-            tiles,
-            steps,
-            kv_heads=config.kv_heads,
-            blocks=blocks,
-            align=KV_TILE_TOKENS,
-            minimum=Gpu(**self.manifest.gpu).kv_chunk_min,
-            chunk=plan.kv_chunk,
-        )
+        least = Gpu(**self.manifest.gpu).kv_chunk_min
+        scheduling = Scheduling(config.kv_heads, blocks, KV_TILE_TOKENS, least, chunk=plan.kv_chunk)
+        plans = kv_plans_for_launch(tiles, steps, scheduling)
         layout = KvPlanLayout.for_step(plan, config.shape, blocks)
         return encode(records, TileRecord), layout.encode_launch(plans)
 

@@ -20,7 +20,7 @@ from cheetah.models.formats import unpack_matrix
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import MatrixLayout
 from cheetah.runtime.assembly.buffers import free_all
-from cheetah.tools.bench import random_bits
+from cheetah.tools.random_buffers import random_bits
 
 SIZES, DEPTHS, POOL_BYTES = (2048, 4096, 8192), (1, 4, 32), 2**30
 TINY_SIZES, TINY_DEPTHS, TINY_POOL_BYTES = (64, 160), (1, 4), 2**17

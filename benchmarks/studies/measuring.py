@@ -19,8 +19,9 @@ from cheetah.errors import CheetahError
 from cheetah.plan import Gpu
 from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.device.driver import DriverError
-from cheetah.tools.bench import EMULATED, ReadCeiling
+from cheetah.tools.bench import EMULATED
 from cheetah.tools.circumstances import clocks, commit, now
+from cheetah.tools.measured_ceiling import ReadCeiling
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device

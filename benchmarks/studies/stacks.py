@@ -27,7 +27,8 @@ from cheetah.models.formats import pack_matrix
 from cheetah.models.registry import preset
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, step_matrices
-from cheetah.tools.bench import FIRST_TOKEN, random_bits
+from cheetah.tools.bench import FIRST_TOKEN
+from cheetah.tools.random_buffers import random_bits
 
 DEPTHS, CONTEXTS, PASSES = (4, 16), (128, 4096), 8
 TAG_BITS = np.uint32(0x40004000)  # of a tagged word

@@ -17,7 +17,7 @@ from cheetah.plan import dealing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.gpu import Gpu
-from cheetah.plan.kv import kv_plan
+from cheetah.plan.kv import Scheduling, kv_plan
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, read_of, step_matrices
 from cheetah.plan.plan import Plan
@@ -230,8 +230,8 @@ class Report:
         shape, plan = self.shape, self.plan
         lengths = [self.context] * plan.batch
         rank = shape.of_rank(self.gpu.ranks)
-        sizes = (rank.kv_heads, self.gpu.blocks, rank.group, KV_TILE_TOKENS, self.gpu.kv_chunk_min)
-        schedule = kv_plan(lengths, *sizes, chunk=plan.kv_chunk)
+        sizes = (rank.kv_heads, self.gpu.blocks, KV_TILE_TOKENS, self.gpu.kv_chunk_min)
+        schedule = kv_plan(lengths, rank.group, Scheduling(*sizes, chunk=plan.kv_chunk))
         token_bytes = 2 * plan.kv_element_bytes * shape.head_dim
         shares = []
         for block in range(self.gpu.blocks):

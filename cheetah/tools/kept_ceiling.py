@@ -15,7 +15,7 @@ from cheetah.caches import cache_folder
 from cheetah.errors import CheetahError
 from cheetah.manifest import write_atomically
 from cheetah.plan import gpu_named
-from cheetah.tools.bench import ReadCeiling
+from cheetah.tools.measured_ceiling import ReadCeiling
 from cheetah.untrusted import read_json
 
 if TYPE_CHECKING:

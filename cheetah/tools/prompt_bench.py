@@ -26,7 +26,8 @@ from cheetah.runtime.device import Device
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Failed, Request
-from cheetah.tools.bench import check_depths, fill_random
+from cheetah.tools.bench import check_depths
+from cheetah.tools.random_buffers import fill_random
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.formats import KV_TILE_TOKENS
-from cheetah.plan.kv import KvPlanLayout, by_turns, kv_plans_for_launch, launch_tiles, max_plans
+from cheetah.plan.kv import KvPlanLayout, Scheduling, by_turns, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import TileRecord, encode
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling, share_prefixes
@@ -174,18 +174,18 @@ class _Plans:
         }
         self._verifies, chunk = plan.drafts > 0, plan.kv_chunk or KV_TILE_TOKENS
         projected = step_matrices(config.shape, plan, gpu)[config.shape.table.heads].split
-        self._scheduling = {
-            "kv_heads": rank.kv_heads,
-            "blocks": manifest.launch.blocks,
+        self._scheduling = Scheduling(
+            rank.kv_heads,
+            manifest.launch.blocks,
             # Where tokens are drafted a plan is for all that may be there by then: a whole chunk is as good.
-            "align": chunk if self._verifies else KV_TILE_TOKENS,
-            "minimum": chunk if self._verifies else gpu.kv_chunk_min,
-            "chunk": plan.kv_chunk,
-            "item_cost": gpu.kv_item_cost,
+            align=chunk if self._verifies else KV_TILE_TOKENS,
+            minimum=chunk if self._verifies else gpu.kv_chunk_min,
+            chunk=plan.kv_chunk,
+            item_cost=gpu.kv_item_cost,
             # Who has an M-tile of q, k and v less can attend what is cached while others make k and v (1B: 3 %).
-            "first_light": projected.light_from,
-            "light_blocks": projected.light_blocks,
-        }
+            first_light=projected.light_from,
+            light_blocks=projected.light_blocks,
+        )
         self._geometry: Geometry | None = None
         moving, kinds = self.has_windows, len(self._windows)
         most = kinds * max_plans(plan.max_steps, KV_TILE_TOKENS, self._layout.tiles, plan.tokens, windows=moving)
@@ -220,7 +220,7 @@ class _Plans:
             of_kind, tiles = launch_tiles(geometry.placed(), shared=shared, window=window, **self._placing)
             if self._verifies:  # who knows how fast keys are left behind? A window that begins early changes no bit
                 tiles = [replace(tile, begin_stride=0) for tile in tiles]
-            plans = kv_plans_for_launch(tiles, steps, furthest=furthest, **self._scheduling)
+            plans = kv_plans_for_launch(tiles, steps, self._scheduling, furthest=furthest)
             self._words.append(self._layout.encode_launch(plans, first_tile=len(records)))
             records += [self._counted(record) for record in of_kind] if self._verifies else of_kind
         self._tiles = encode(records, TileRecord)

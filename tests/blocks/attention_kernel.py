@@ -26,7 +26,7 @@ from cheetah.emulator import allocate
 from cheetah.lang import prim, ty
 from cheetah.models.rounding import widen
 from cheetah.plan import ModelShape
-from cheetah.plan.kv import KvPlan, KvPlanLayout, kv_plans_for_launch, launch_tiles
+from cheetah.plan.kv import KvPlan, KvPlanLayout, Scheduling, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import TileRecord, encode
 from cheetah.plan.plan import column_tiles
 from tests.blocks.small_kernel import SmallKernel, plan_of
@@ -279,7 +279,7 @@ def tiles_of(core: Core, lengths: Sequence[int], columns: Sequence[int]) -> tupl
 def plan_for(core: Core, lengths: Sequence[int], columns: Sequence[int], chunk: int = 0) -> KvPlan:
     """The KV plan of the step, cut every `chunk` keys or by rule with chunks of at least 16."""
     tiles = tiles_of(core, lengths, columns)[1]
-    return kv_plans_for_launch(tiles, 1, kv_heads=core.kv_heads, blocks=core.blocks, minimum=16, chunk=chunk)[0][1]
+    return kv_plans_for_launch(tiles, 1, Scheduling(core.kv_heads, core.blocks, minimum=16, chunk=chunk))[0][1]
 
 
 def attend(

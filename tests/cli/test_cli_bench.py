@@ -20,18 +20,9 @@ from cheetah.plan import gpu_named
 from cheetah.runtime.device import open_device
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Launcher, LaunchResult
-from cheetah.tools.bench import (
-    DecodeBench,
-    Measurement,
-    ReadCeiling,
-    Work,
-    fill_with,
-    random_bits,
-    random_cache,
-    record,
-    room_for,
-    room_needed,
-)
+from cheetah.tools.bench import DecodeBench, Measurement, Work, record, room_for, room_needed
+from cheetah.tools.measured_ceiling import ReadCeiling
+from cheetah.tools.random_buffers import fill_with, random_bits, random_cache
 from cheetah.tools.regenerate import generate_named
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels_made_once")]
@@ -228,7 +219,7 @@ def test_the_ceiling_counts_every_byte_of_its_launches(monkeypatch: pytest.Monke
         def elapsed_ms(self, start: Any, end: Any) -> float:
             return float(end - start)
 
-    monkeypatch.setattr("cheetah.tools.bench.CEILING_ROUNDS", 2)
+    monkeypatch.setattr("cheetah.tools.measured_ceiling.CEILING_ROUNDS", 2)
     device, gpu = Clock(), gpu_named("emulator")
     ceiling = ReadCeiling(device, gpu, device.allocate(2**20))
     assert ceiling.gb_per_s() == pytest.approx(2 * 4 * 65536 / 1e6)

@@ -15,7 +15,7 @@ from cheetah.models.registry import family_of, resolve_config
 from cheetah.models.rounding import widen
 from cheetah.plan import Plan, gpu_named, step_matrices
 from cheetah.plan.formats import BF16
-from cheetah.tools.bench import fill_random
+from cheetah.tools.random_buffers import fill_random
 from tests.program.layer_kinds import behind
 from tests.program.test_families import qwen2, qwen3
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cheetah.plan import PlanError, kv_plan
-from cheetah.plan.kv import Scheduling, Tile, schedule
+from cheetah.plan import PlanError
+from cheetah.plan.kv import Scheduling, Tile, kv_plan, schedule
 
 from .schedules import ARRAYS, Case, check_invariants, plain_schedule, random_case
 
@@ -74,7 +74,7 @@ def test_a_fixed_chunk_cuts_each_tile_as_if_it_were_alone():
 
 
 def test_golden_1():
-    plan = kv_plan([1000, 500, 100], kv_heads=1, blocks=4, group=1, align=1, minimum=1)
+    plan = kv_plan([1000, 500, 100], 1, Scheduling(1, 4, align=1, minimum=1))
     assert plan.chunk == 400 and plan.partials == 5
     assert [plan.queue(block).tolist() for block in range(4)] == [
         [[0, 0, 0, 0, 400, 0, 1, 0]],
@@ -88,7 +88,7 @@ def test_golden_1():
 
 
 def test_golden_2():
-    plan = kv_plan([1000, 500, 100], kv_heads=2, blocks=8, group=4)
+    plan = kv_plan([1000, 500, 100], 4, Scheduling(2, 8))
     assert (plan.chunk, plan.item_count, plan.partials) == (416, 12, 10)
     assert [plan.queue(block)[:, 1:6].tolist() for block in range(8)] == [
         [[0, 0, 0, 416, 0]],
@@ -107,9 +107,9 @@ def test_golden_2():
 
 
 def test_no_keys_at_all_still_gives_every_row_an_item():
-    plan = kv_plan([0, 0], kv_heads=2, blocks=4, group=4)
+    plan = kv_plan([0, 0], 4, Scheduling(2, 4))
     assert plan.items[:, 1:6].tolist() == [[0, 0, 0, 0, -1], [0, 1, 0, 0, -1], [1, 0, 0, 0, -1], [1, 1, 0, 0, -1]]
-    assert kv_plan([], kv_heads=2, blocks=4, group=4).item_count == 0
+    assert kv_plan([], 4, Scheduling(2, 4)).item_count == 0
 
 
 def test_a_window_is_rounded_outward():
@@ -158,16 +158,16 @@ def test_balance_over_132_blocks_is_as_published():
     for batch, limit in ((1, 1.13), (2, 1.06), (4, 1.03), (8, 1.02)):
         worst = []
         for length in range(520, 16384, 331):
-            plan = kv_plan([length] * batch, 8, 132, 4)
+            plan = kv_plan([length] * batch, 4, Scheduling(8, 132))
             tokens = [plan.tokens(block) for block in range(132)]
             worst.append(max(tokens) / (sum(tokens) / 132))
         assert np.mean(worst) < limit, (batch, np.mean(worst))
 
 
 def test_plans_are_cached_by_rounded_length_and_cannot_be_changed():
-    plan = kv_plan([1001], 8, 132, 4)
-    assert kv_plan([1008], 8, 132, 4) is plan
-    assert kv_plan([1009], 8, 132, 4) is not plan
+    plan = kv_plan([1001], 4, Scheduling(8, 132))
+    assert kv_plan([1008], 4, Scheduling(8, 132)) is plan
+    assert kv_plan([1009], 4, Scheduling(8, 132)) is not plan
     with pytest.raises(ValueError, match="read-only"):
         plan.items[0, 0] = 1
 
@@ -188,7 +188,8 @@ def test_plans_are_cached_by_rounded_length_and_cannot_be_changed():
 )
 def test_impossible_requests_are_refused(change, message):
     with pytest.raises(PlanError, match=message):
-        kv_plan(**{"lengths": [10], "kv_heads": 2, "blocks": 4, "group": 4, **change})
+        given = {"lengths": [10], "group": 4, "kv_heads": 2, "blocks": 4, **change}
+        kv_plan(given.pop("lengths"), given.pop("group"), Scheduling(**given))
 
 
 @pytest.mark.parametrize(

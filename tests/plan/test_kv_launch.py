@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from cheetah.plan import KvPlanLayout, Plan, PlanError
+from cheetah.plan import Plan, PlanError
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import (
+    KvPlanLayout,
     LaunchTile,
     Scheduling,
     kv_plan,
@@ -53,13 +54,13 @@ def test_a_launch_holds_the_plan_of_each_of_its_steps():
     draw = np.random.default_rng(1)
     for _ in range(80):
         tiles, steps = random_launch_tiles(draw), int(draw.integers(1, 40))
-        sizes = {"kv_heads": 2, "blocks": int(draw.choice([1, 4, 132])), "chunk": int(draw.choice([0, 64]))}
-        plans = kv_plans_for_launch(tiles, steps, **sizes)
+        scheduling = Scheduling(2, int(draw.choice([1, 4, 132])), chunk=int(draw.choice([0, 64])))
+        plans = kv_plans_for_launch(tiles, steps, scheduling)
         firsts = [first for first, _ in plans]
         assert firsts[0] == 0 and firsts == sorted(set(firsts)) and firsts[-1] < steps
         assert all(one is not two for (_, one), (_, two) in zip(plans, plans[1:], strict=False)), "each is another plan"
         for step in range(steps):
-            alone = schedule([tile.at(number, step) for number, tile in enumerate(tiles)], Scheduling(**sizes))
+            alone = schedule([tile.at(number, step) for number, tile in enumerate(tiles)], scheduling)
             for name in ARRAYS:
                 assert np.array_equal(getattr(current(plans, step), name), getattr(alone, name)), (step, name)
 
@@ -72,7 +73,7 @@ def test_there_are_never_more_plans_than_promised():
         tiles, steps = random_launch_tiles(draw), int(draw.integers(1, 65))
         stride = max(1, *(max(tile.stride, tile.begin_stride) for tile in tiles))
         windows = any(tile.begin_stride for tile in tiles)
-        count = len(kv_plans_for_launch(tiles, steps, kv_heads=1, blocks=4))
+        count = len(kv_plans_for_launch(tiles, steps, Scheduling(1, 4)))
         most = max_plans(steps, 16, len(tiles), stride, windows)
         assert count <= most
         reached += count == most
@@ -85,21 +86,21 @@ def decoding(*lengths):
 
 
 def test_a_plan_changes_exactly_where_a_rounded_length_does():
-    sizes = {"kv_heads": 2, "blocks": 4}
-    plans = kv_plans_for_launch(decoding(30), 20, **sizes)
+    scheduling = Scheduling(2, 4)
+    plans = kv_plans_for_launch(decoding(30), 20, scheduling)
     assert [first for first, _ in plans] == [0, 2, 18]
-    several = kv_plans_for_launch(decoding(30, 0, 7), 20, **sizes)
+    several = kv_plans_for_launch(decoding(30, 0, 7), 20, scheduling)
     assert [first for first, _ in several] == [0, 2, 9, 16, 18]
     assert len(several) <= max_plans(20, tiles=3)
-    assert current(several, 11) is kv_plan([42, 12, 19], 2, 4, 4), "decode is the plan of the lengths"
+    assert current(several, 11) is kv_plan([42, 12, 19], 4, Scheduling(2, 4)), "decode is the plan of the lengths"
     window = [LaunchTile(0, 4, 0, length=100, stride=1, new=1, begin=93, begin_stride=1)]
-    assert [first for first, _ in kv_plans_for_launch(window, 20, **sizes)] == [0, 3, 12, 19]
-    assert kv_plans_for_launch(decoding(30), 20, furthest=True, **sizes) == [(0, plans[-1][1])]
+    assert [first for first, _ in kv_plans_for_launch(window, 20, scheduling)] == [0, 3, 12, 19]
+    assert kv_plans_for_launch(decoding(30), 20, scheduling, furthest=True) == [(0, plans[-1][1])]
 
 
 def test_a_launch_of_no_steps_or_from_a_negative_length_is_refused():
     with pytest.raises(PlanError, match="steps is 0"):
-        kv_plans_for_launch(decoding(10), 0, kv_heads=2, blocks=4)
+        kv_plans_for_launch(decoding(10), 0, Scheduling(2, 4))
     with pytest.raises(PlanError, match="length -1"):
         decoding(-1)
     with pytest.raises(PlanError, match="launch tile: stride is -1"):
@@ -222,9 +223,8 @@ def test_a_plan_carried_out_is_attention():
         records, tiles = launch_tiles(launch.sequences, group, columns, PAGES, launch.shared)
         keys = launch.keys(draw, 256, heads, 4)
         chunk = int(draw.choice([0, 16, 32]))
-        plans = kv_plans_for_launch(
-            tiles, steps, kv_heads=heads, blocks=int(draw.choice([2, 7, 32])), minimum=16, chunk=chunk
-        )
+        scheduling = Scheduling(heads, int(draw.choice([2, 7, 32])), minimum=16, chunk=chunk)
+        plans = kv_plans_for_launch(tiles, steps, scheduling)
         for step in range(steps):
             queries = draw.standard_normal((launch.columns, heads * group, 4))
             found = carried_out(current(plans, step), records, keys, queries, group, step)
@@ -254,8 +254,7 @@ def test_every_launch_of_a_kernel_fits_its_layout():
                 records, tiles = launch_tiles(launch.sequences, group, columns, plan.pages_per_sequence, shared)
                 assert len(tiles) <= layout.tiles
                 steps = max(1, min(64, 64 // launch.columns))
-                sizes = {"kv_heads": kv_heads, "blocks": 132, "minimum": 64, "chunk": plan.kv_chunk}
-                plans = kv_plans_for_launch(tiles, steps, **sizes)
+                plans = kv_plans_for_launch(tiles, steps, Scheduling(kv_heads, 132, chunk=plan.kv_chunk))
                 assert layout.encode_launch(plans).shape == (len(plans), layout.plan_words) and len(plans) <= most
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cheetah.plan import GPUS, KvPlanLayout, LaunchTile, PlanError, default_plan, kv_plan, kv_plans_for_launch
-from cheetah.plan.kv import NO_STEP, Scheduling, Tile, by_turns, schedule
-from cheetah.plan.kv.encoding import FIRST_CHUNKS, HEAD_LIMIT
+from cheetah.plan import GPUS, PlanError, default_plan
+from cheetah.plan.kv import KvPlanLayout, LaunchTile, Scheduling, Tile, by_turns, kv_plan, kv_plans_for_launch, schedule
+from cheetah.plan.kv.encoding import FIRST_CHUNKS, HEAD_LIMIT, NO_STEP
 
 from .schedules import ARRAYS, random_case
 from .shapes import LLAMA_8B
@@ -54,7 +54,7 @@ def test_an_encoded_plan_reads_back():
 
 def test_a_launch_is_encoded_row_by_row():
     layout = KvPlanLayout(blocks=4, kv_heads=2, tiles=1, tile_rows=4)
-    plans = kv_plans_for_launch([LaunchTile(0, 4, 0, 30, 1, 1)], 20, kv_heads=2, blocks=4)
+    plans = kv_plans_for_launch([LaunchTile(0, 4, 0, 30, 1, 1)], 20, Scheduling(2, 4))
     words = layout.encode_launch(plans)
     assert words.shape == (3, layout.plan_words) and words[:, 0].tolist() == [0, 2, 18]
     assert np.array_equal(words[1], layout.encode(plans[1][1], 2))
@@ -66,7 +66,7 @@ def test_a_fixed_chunk_needs_room_for_the_longest_tiles():
     assert layout.max_partial_rows == 96 * 5
     fewer = KvPlanLayout(blocks=4, kv_heads=2, tiles=3, tile_rows=5, chunk=64, max_keys=1000, level_rows=7)
     assert fewer.max_partial_rows == 2 * 16 * 7
-    plan = kv_plan([1000] * 3, 2, 4, 5, chunk=64)
+    plan = kv_plan([1000] * 3, 5, Scheduling(2, 4, chunk=64))
     layout.check(plan)
     assert (plan.item_count, plan.partial_rows) == (96, 480), "the limits are reached"
 
@@ -106,16 +106,24 @@ def test_a_step_of_a_kernel_has_one_layout():
 @pytest.mark.parametrize(
     ("layout", "plan", "message"),
     [
-        ({}, kv_plan([10], 2, 8, 4), "the plan is for 8 blocks and this layout for 4"),
-        ({}, kv_plan([10], 2, 4, 5), r"5 rows in a tile and the layout room for 4 \(1 tiles of 4 rows, 2 KV heads"),
-        ({}, kv_plan([10] * 8, 2, 4, 4), "16 items and the layout room for 10"),
-        ({}, kv_plan([1000], 2, 4, 4, chunk=16), r"126 items and the layout room for 10 .*chunks by rule"),
-        ({"tiles": 9}, kv_plan([30], 2, 4, 4, chunk=16), None),
-        ({"tiles": 60}, kv_plan([1000], 2, 4, 4, chunk=16), "126 sources and the layout room for 8"),
-        ({"chunk": 16, "max_keys": 100}, kv_plan([113], 2, 4, 4, chunk=16), r"16 items .* for 14 .*at most 100 keys"),
+        ({}, kv_plan([10], 4, Scheduling(2, 8)), "the plan is for 8 blocks and this layout for 4"),
+        (
+            {},
+            kv_plan([10], 5, Scheduling(2, 4)),
+            r"5 rows in a tile and the layout room for 4 \(1 tiles of 4 rows, 2 KV heads",
+        ),
+        ({}, kv_plan([10] * 8, 4, Scheduling(2, 4)), "16 items and the layout room for 10"),
+        ({}, kv_plan([1000], 4, Scheduling(2, 4, chunk=16)), r"126 items and the layout room for 10 .*chunks by rule"),
+        ({"tiles": 9}, kv_plan([30], 4, Scheduling(2, 4, chunk=16)), None),
+        ({"tiles": 60}, kv_plan([1000], 4, Scheduling(2, 4, chunk=16)), "126 sources and the layout room for 8"),
+        (
+            {"chunk": 16, "max_keys": 100},
+            kv_plan([113], 4, Scheduling(2, 4, chunk=16)),
+            r"16 items .* for 14 .*at most 100 keys",
+        ),
         (
             {"tiles": 8, "level_rows": 20, "chunk": 16, "max_keys": 32},
-            kv_plan([32] * 6, 2, 4, 4, chunk=16),
+            kv_plan([32] * 6, 4, Scheduling(2, 4, chunk=16)),
             "partial rows",
         ),
     ],
@@ -139,7 +147,7 @@ def test_impossible_layouts_are_refused():
 def test_plans_of_kinds_stand_by_turns_over_tiles_of_their_own():
     layout = KvPlanLayout(blocks=4, kv_heads=2, tiles=1, tile_rows=4)
     few, many = (
-        layout.encode_launch(kv_plans_for_launch([LaunchTile(0, 4, 0, keys, 1, 1)], 20, kv_heads=2, blocks=4), tile)
+        layout.encode_launch(kv_plans_for_launch([LaunchTile(0, 4, 0, keys, 1, 1)], 20, Scheduling(2, 4)), tile)
         for tile, keys in enumerate((3, 301))
     )
     assert (len(few), len(many)) == (2, 3) and few[0, 0] == many[0, 0] == 0

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from cheetah.plan import GPUS, PlanError, default_plan, kv_plan, step_matrices
+from cheetah.plan import GPUS, PlanError, default_plan, step_matrices
+from cheetah.plan.kv import Scheduling, kv_plan
 from cheetah.plan.report import inspect_plan, plot_shares, step_bytes
 
 from .shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, TINY
@@ -63,7 +64,7 @@ def test_attention_shares_are_the_schedule_s():
     report = report_of(LLAMA_8B, context=1000, batch=2)
     attention = report.phases[1]
     assert attention.total_bytes == 2 * 1000 * 8 * 128 * 4
-    schedule = kv_plan([1000, 1000], 8, 132, 4, minimum=256)
+    schedule = kv_plan([1000, 1000], 4, Scheduling(8, 132, minimum=256))
     assert attention.largest_bytes == max(schedule.tokens(block) for block in range(132)) * 128 * 4
 
 

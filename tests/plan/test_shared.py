@@ -2,7 +2,8 @@
 
 import pytest
 
-from cheetah.plan import PlanError, Region, SharedMap, ring_regions, stages_that_fit
+from cheetah.plan import PlanError, Region, SharedMap
+from cheetah.plan.shared_memory import ring_regions, stages_that_fit
 
 
 def test_regions_lie_in_order_aligned_and_apart():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cheetah.plan import PlanError, Split
+from cheetah.plan import PlanError
+from cheetah.plan.split import Split
 
 SMALL = [(m_tiles, blocks, start) for m_tiles in range(1, 26) for blocks in range(1, 10) for start in range(blocks)]
 

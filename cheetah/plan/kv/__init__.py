@@ -1,6 +1,6 @@
 """The run-time plan of attention: which block takes which keys of a step, and how that is laid out in int32 words."""
 
-from cheetah.plan.kv.encoding import NO_STEP, SECTION_WORDS, KvPlanLayout, by_turns, kv_plan
+from cheetah.plan.kv.encoding import KvPlanLayout, by_turns, kv_plan
 from cheetah.plan.kv.launch import (
     LaunchTile,
     kv_plans_for_launch,
@@ -8,15 +8,10 @@ from cheetah.plan.kv.launch import (
     max_plans,
     most_tiles,
 )
-from cheetah.plan.kv.page_table import Int32Array
-from cheetah.plan.kv.scheduler import ITEM_WORDS, WRITE_THROUGH, KvPlan, Scheduling, Tile, schedule
+from cheetah.plan.kv.scheduler import ITEM_WORDS, KvPlan, Scheduling, Tile, schedule
 
 __all__ = [
     "ITEM_WORDS",
-    "NO_STEP",
-    "SECTION_WORDS",
-    "WRITE_THROUGH",
-    "Int32Array",
     "KvPlan",
     "KvPlanLayout",
     "LaunchTile",

@@ -41,26 +41,14 @@ def by_turns(kinds: Sequence[Int32Array]) -> Int32Array:
     return words.reshape(-1, words.shape[2])
 
 
-def kv_plan(
-    lengths: Iterable[int],
-    kv_heads: int,
-    blocks: int,
-    group: int,
-    align: int = 16,
-    minimum: int = 64,
-    row_cost: int = 1,
-    token_cost: int = 1,
-    chunk: int | None = None,
-) -> KvPlan:
+def kv_plan(lengths: Iterable[int], group: int, scheduling: Scheduling) -> KvPlan:
     """The plan of one decode step: request b has `lengths[b]` keys, its own new one included, and `group` query rows.
 
-    align and minimum are A and M, row_cost and token_cost the cost model's alpha and beta, chunk is F (None or 0: by
-    rule). Plans are cached by the rounded lengths: a plan is the same object until a length crosses a multiple of
-    `align`.
+    Plans are cached by the rounded lengths: a plan is the same object until a length crosses a multiple of
+    `scheduling.align`.
     """
-    scheduling = Scheduling(kv_heads, blocks, align, minimum, row_cost, token_cost, chunk or 0)
     require_positive("KV plan", group=group)
-    rounded = [round_up(whole_length(length), align) for length in lengths]
+    rounded = [round_up(whole_length(length), scheduling.align) for length in lengths]
     return cached_schedule(tuple(Tile(0, b, group, 0, end, b * group) for b, end in enumerate(rounded)), scheduling)
 
 

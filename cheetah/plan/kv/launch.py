@@ -57,45 +57,20 @@ class LaunchTile:
 
 
 def kv_plans_for_launch(
-    tiles: Sequence[LaunchTile],
-    steps: int,
-    *,
-    kv_heads: int,
-    blocks: int,
-    align: int = 16,
-    minimum: int = 64,
-    chunk: int | None = None,
-    item_cost: int = 0,
-    first_light: int = 0,
-    light_blocks: int = 0,
-    furthest: bool = False,
+    tiles: Sequence[LaunchTile], steps: int, scheduling: Scheduling, *, furthest: bool = False
 ) -> list[tuple[int, KvPlan]]:
     """(first step, plan) for a launch of `steps` steps; tile i of the plans is `tiles[i]`, which ascend by level.
 
-    A plan is valid until a rounded begin or end changes. furthest: the last one alone, for all steps. The other
-    arguments are those of `kv_plan` and `Scheduling`.
+    A plan is valid until a rounded begin or end changes. furthest: the last one alone, for all steps.
     """
     require_positive("KV plans of a launch", steps=steps)
-    scheduling = Scheduling(
-        kv_heads,
-        blocks,
-        align,
-        minimum,
-        chunk=chunk or 0,
-        item_cost=item_cost,
-        first_light=first_light,
-        light_blocks=light_blocks,
-    )
-    changes = _changes(tiles, steps, align)
-    return [
-        (
-            0 if furthest else step,
-            cached_schedule(
-                tuple(tile.at(number, step).rounded(align) for number, tile in enumerate(tiles)), scheduling
-            ),
-        )
-        for step in (changes[-1:] if furthest else changes)
-    ]
+
+    def plan_at(step: int) -> KvPlan:
+        seen = (tile.at(number, step).rounded(scheduling.align) for number, tile in enumerate(tiles))
+        return cached_schedule(tuple(seen), scheduling)
+
+    changes = _changes(tiles, steps, scheduling.align)
+    return [(0, plan_at(changes[-1]))] if furthest else [(step, plan_at(step)) for step in changes]
 
 
 def _changes(tiles: Sequence[LaunchTile], steps: int, align: int) -> list[int]:
