@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from cheetah.runtime.engine.draft_rounds import RoundPart
 from cheetah.runtime.engine.drafting import Drafting
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part
+from cheetah.runtime.speculation import drafting_by
 
 STEPS = 64
 """Of a launch without rounds."""
@@ -136,7 +136,7 @@ def measured(bench: RoundsBench, repetitions: int) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line, append a record."""
     options = parser().parse_args(arguments)
-    config: dict[str, Any] = {"model": options.drafter, "num_speculative_tokens": options.drafts}
+    config = drafting_by(options.drafter) | {"num_speculative_tokens": options.drafts}
     room = options.context + room_for(options.drafts, options.rounds)
     with LLM(
         options.model,
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.draft_model", description=(__doc__ or "").splitlines()[0])
     made.add_argument("model", help="the one that verifies: random:PRESET, a folder or demo")
-    made.add_argument("drafter", help="the one that drafts")
+    made.add_argument("drafter", help="the one that drafts; mtp: the layer that the model brings for that")
     made.add_argument("--drafts", type=int, default=4, help="of a round")
     made.add_argument("--context", type=int, default=1024, help="tokens before it")
     made.add_argument("--rounds", type=int, default=16, help="of a launch")

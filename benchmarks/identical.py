@@ -5,9 +5,9 @@
 Every answer is made first without drafts, eight together, then with drafts, 1 to 8 together. What is drafted is right
 now and then: a request's `prediction` is the first answer with a wrong token in every so many, and some requests may
 have few tokens alone, so that what is looked up comes true. With `--draft-model` another model drafts instead, a head
-(`random:eagle3`) or a drafter of blocks (`random:dspark`), whether it pays or not: it draws with the requests' own
-noise, which decides most where it is warm. Weights may be random ones: nothing here is a speed. A line a model and
-batch; ends with 1 where an answer differs.
+(`random:eagle3`), the layer that the model brings (`mtp`) or a drafter of blocks (`random:dspark`), whether it pays or
+not: it draws with the requests' own noise, which decides most where it is warm. Weights may be random ones: nothing
+here is a speed. A line a model and batch; ends with 1 where an answer differs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.drafting import Drafted
+from cheetah.runtime.speculation import drafting_by
 
 BATCHES = range(1, 9)
 PROMPT_TOKENS = (5, 40, 150, 17, 90)
@@ -150,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     differing = 0
     for model in options.models:
-        config: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
-        if options.draft_model is not None:
-            config = {"model": options.draft_model}
+        config = drafting_by(options.draft_model)
+        if options.draft_model is None:
+            config["prompt_lookup_min"] = 1
         with LLM(
             model,
             device=options.device,

@@ -60,6 +60,13 @@ class DraftModelAsked:
     tensor_parallel_size: object = None
 
 
+def drafting_by(drafter: str | None) -> dict[str, Any]:
+    """Keys of a `speculative_config` by what drafts: a model's name, or MTP; None where drafts are looked up."""
+    if drafter is None:
+        return {"method": NGRAM}
+    return {"method": MTP} if drafter == MTP else {"model": drafter}
+
+
 def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
     """The other model that a `speculative_config` names; None where drafts are looked up."""
     given = _given(config)

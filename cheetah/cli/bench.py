@@ -71,7 +71,11 @@ def bench(
         ),
     ] = None,
     draft_model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --text: drafts them, instead of what is looked up.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With --text: drafts them, instead of what is looked up; mtp: the model's own layer for that.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, with --text.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,

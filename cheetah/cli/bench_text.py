@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextAsked:
-    """drafts: of a step, at most. model: drafts them; None: they are looked up. file: has the prompts. max_tokens: of
-    an answer. write: takes a record of each prompt."""
+    """drafts: of a step, at most. model: drafts them, a model's name or mtp; None: they are looked up. file: has the
+    prompts. max_tokens: of an answer. write: takes a record of each prompt."""
 
     drafts: int
     model: str | None
@@ -37,11 +37,11 @@ def bench_text(model: str, measured: Measured, asked: TextAsked, load: dict[str,
         raise CheetahError(f"--text: {model} has made-up weights, which soon repeat themselves: give a real model")
     from cheetah.cli.measured import circumstances_of
     from cheetah.runtime import LLM
+    from cheetah.runtime.speculation import drafting_by
     from cheetah.tools.text_bench import measured_text, prompts_of, text_record
 
     prompts = prompts_of(_text_of(asked.file))
-    config: dict[str, Any] = {"num_speculative_tokens": asked.drafts}
-    config |= {"method": "ngram"} if asked.model is None else {"model": asked.model}
+    config = drafting_by(asked.model) | {"num_speculative_tokens": asked.drafts}
     with LLM(model, **load, plan=measured.plan, speculative_config=config, quiet=True) as llm:
         circumstances = circumstances_of(measured.name, measured.config, measured.weights, llm.assembly.device)
         found = measured_text(llm, prompts, asked.max_tokens)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from cheetah.cli.configs import NamedConfig
     from cheetah.models.config import ModelConfig
     from cheetah.plan import Gpu, Plan
     from cheetah.plan.report import PhaseShare, Report
@@ -41,6 +42,9 @@ def inspect(
     phases: Annotated[
         bool, typer.Option("--phases", help="Print instead what each phase waits for and makes.")
     ] = False,
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Instead the layer that the model brings to draft, and its copy of the head.")
+    ] = False,
     sparse: Annotated[
         str | None,
         typer.Option(metavar="CHOICE", help="Of a checkpoint's folder: auto or 2:4, as for run; looks at all weights."),
@@ -61,6 +65,8 @@ def inspect(
         checkpoint = open_checkpoint(config, revision, sparse=sparse)
         named, m_tiles = replace(named, config=checkpoint.config, notes=checkpoint.notes), m_tile_bytes(checkpoint)
     print_notes(named.notes)
+    if mtp:
+        named = _drafting(named)
     machine = gpu_named(gpu)
     chosen = choose_plan(named.config, machine, **plan)
     if phases:
@@ -75,6 +81,14 @@ def inspect(
     if plot is not None:
         plot_shares(report, plot)
         shown.print(f"wrote {plot}")
+
+
+def _drafting(named: NamedConfig) -> NamedConfig:
+    """The layer that drafts for a model, in the formats that publishers give it beside the model's."""
+    from cheetah.models.registry import drafter_beside, drafter_quantised
+
+    layer = drafter_quantised(drafter_beside(named.config)[0], None, named.config)
+    return replace(named, config=layer, canonical=f"{named.canonical}, the layer that drafts")
 
 
 def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
