@@ -118,9 +118,9 @@ class LoadOptions:
         'Draft tokens, and verify them in the step that takes them in, e.g. \'{"method": "ngram"}\'.',
         "A dict, or JSON, with vLLM's keys: `num_speculative_tokens` (by default 7), `prompt_lookup_min` and "
         "`prompt_lookup_max` (2 and 5). Drafts are what stood behind the same tokens earlier in the text; with "
-        "`model`, a checkpoint with the same tokenizer, 4 tokens that this one makes. The tokens are those that are "
-        "made without drafts. With it `kv_chunk` is 512 unless given, with up to 4096 "
-        "tokens of context 256.",
+        "`model`, a checkpoint with the same tokenizer, 4 tokens that this one makes; by `method` mtp 3 of the layer "
+        "that the model brings for that. The tokens are those that are made without drafts. With it `kv_chunk` is 512 "
+        "unless given, with up to 4096 tokens of context 256.",
     )
     pool_pages: int | None = option(
         None,

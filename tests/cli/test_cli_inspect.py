@@ -77,3 +77,10 @@ def test_phases_are_those_of_the_page_and_of_a_pass() -> None:
     step, of_pass = text.split("\n\na pass of 2048 tokens\n")
     assert str(page_of(preset("llama-3.1-8b"))) in step and step.startswith("a step\n")
     assert "queries, keys, values" in of_pass and "hidden states" in of_pass
+
+
+def test_the_layer_that_drafts_reads_the_models_head_in_four_bits() -> None:
+    text = cheetah("inspect", "qwen3.5-27b@fp8-block128", "--mtp").stdout
+    assert "weights a step           1.138 GB (bf16 0.105 GB, fp8-block128 0.376 GB," in text
+    assert "int4-g128 0.658 GB)" in text
+    assert "has experts, which is not supported" in refused("inspect", "qwen3.5-35b-a3b", "--mtp")
