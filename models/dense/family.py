@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
@@ -19,6 +19,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
 from cheetah.models.dense.delta import number_modules
 from cheetah.models.dense.pack_weights import pack_all
+from cheetah.models.drafter import TOKEN_IDS
 from cheetah.models.family import Merged, Packing, Tensors
 from cheetah.models.rounding import F32, Rounding, exact
 from cheetah.plan import Plan, StepMatrices
@@ -107,3 +108,17 @@ class DenseFamily:
         from cheetah.models.dense.reference import Reference
 
         return Reference(config, tensors, rounding, cached=cached, kv_scales=kv_scales)
+
+
+@dataclass(frozen=True)
+class DrafterFamily(DenseFamily):
+    """What one is made of that drafts by hidden states of another model."""
+
+    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
+        return {}
+
+    def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
+        return (*super().model_buffers(config), TOKEN_IDS)
+
+    def reference(self, config: ModelConfig, *arguments: Any, **keywords: Any) -> NoReturn:
+        raise NotImplementedError("what drafts means something beside hidden states alone")

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, ConfigFile, Dialect, stated
-from cheetah.models.dense.family import DenseFamily
-from cheetah.models.drafter import TOKEN_IDS, Drafter
+from cheetah.models.dense.family import DrafterFamily
+from cheetah.models.drafter import Drafter
 from cheetah.models.eagle3 import tensors
-from cheetah.models.family import Merged, Packing, Tensors
-from cheetah.models.rounding import F32, Rounding, exact
+from cheetah.models.family import Packing
 from cheetah.plan import StepMatrices
 
 MODEL_TYPE, ARCHITECTURE = "eagle3", "LlamaForCausalLMEagle3"
@@ -155,34 +154,17 @@ def _object(found: Any, name: str, place: str) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Eagle3Family(DenseFamily):
+class Eagle3Family(DrafterFamily):
     """What a head is made of, as tensors of a file and as buffers of a kernel."""
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return tensors.tensor_shapes(config)
-
-    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
-        return {}
 
     def shape_meaning(self, tensor: str) -> str:
         return tensors.shape_meaning(tensor)
 
     def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
         super().pack_weights(config, matrices, tensors.as_packed(config, matrices, packing))
-
-    def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
-        return (*super().model_buffers(config), TOKEN_IDS)
-
-    def reference(
-        self,
-        config: ModelConfig,
-        tensors: Tensors,
-        rounding: Rounding = exact,
-        *,
-        cached: Rounding | None = None,
-        kv_scales: F32 | None = None,
-    ) -> NoReturn:
-        raise NotImplementedError("a head means something beside hidden states alone")
 
 
 FAMILY = Eagle3Family(Eagle3Config, {})

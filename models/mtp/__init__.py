@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, Dialect
 from cheetah.models.dense import weights
-from cheetah.models.dense.family import DenseFamily
+from cheetah.models.dense.family import DrafterFamily
 from cheetah.models.dense.token_rows import Columns, NormedRows, write_token_ids
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD, STATE_NORM
-from cheetah.models.drafter import LAYER, TOKEN_IDS, Drafter
-from cheetah.models.family import Merged, Packing, Tensors
+from cheetah.models.drafter import LAYER, Drafter
+from cheetah.models.family import Packing
 from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms
-from cheetah.models.rounding import F32, Rounding, exact, widen
+from cheetah.models.rounding import widen
 from cheetah.plan import StepMatrices
 
 FC = "fc.weight"
@@ -88,7 +88,7 @@ def tensors_of_model(model: ModelConfig) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class MtpFamily(DenseFamily):
+class MtpFamily(DrafterFamily):
     """What the layer is made of, as tensors of a file and as buffers of a kernel."""
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -99,29 +99,12 @@ class MtpFamily(DenseFamily):
             del shapes[half]
         return shapes | {FC: (hidden, 2 * hidden), EMBEDDING_NORM: (hidden,), STATE_NORM: (hidden,)}
 
-    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
-        return {}
-
     def shape_meaning(self, tensor: str) -> str:
         return _MEANING.get(tensor) or super().shape_meaning(tensor)
 
     def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
         write_token_ids(weights.head_rows(config, matrices.ranks), config.vocab_size, packing)
         super().pack_weights(config, matrices, _as_packed(config, packing))
-
-    def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
-        return (*super().model_buffers(config), TOKEN_IDS)
-
-    def reference(
-        self,
-        config: ModelConfig,
-        tensors: Tensors,
-        rounding: Rounding = exact,
-        *,
-        cached: Rounding | None = None,
-        kv_scales: F32 | None = None,
-    ) -> NoReturn:
-        raise NotImplementedError("a layer that drafts means something beside hidden states alone")
 
 
 def _as_packed(config: ModelConfig, packing: Packing) -> Packing:

@@ -38,7 +38,7 @@ from cheetah.runtime.checkpoint.packed_words import (
     transposed,
     words_along_inputs,
 )
-from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredRows, StoredTensor
 
 ALIGNED_ROWS = 8
 """Outputs of a word in the formats that pack them together."""
@@ -368,29 +368,36 @@ class Float8Matrix(StoredQuantized):
         return stored.reshape(-1, 1)[first:stop]
 
 
-class Mxfp4Matrix(StoredQuantized):
+class _PairsOfCodes(StoredQuantized):
+    """Codes u8 [rows, columns / 2], the even column of two in the lower four bits; scales [rows, groups]."""
+
+    _stored: StoredRows
+    _all_scales: NDArray[Any]
+
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        read, offsets = self._stored.read, (np.arange(rows) * columns, np.arange(columns))
+        return StoredCodes(4, rows * columns // 2, *offsets, columns // 2, lambda: read)
+
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
+        return self._stored[first:stop].view(np.uint32)
+
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        return self._all_scales[first:stop]
+
+
+class Mxfp4Matrix(_PairsOfCodes):
     """blocks u8 [rows, columns / 2], the even column of two in the lower four bits; scales u8 [rows, groups], the
     exponents of powers of two as floats have them (openai/gpt-oss, gpt_oss/torch/weights.py)."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._blocks = self._tensors["blocks"].stored_rows()
-        self._exponents = self._scale_tensor.mapped()
+        self._stored = self._tensors["blocks"].stored_rows()
+        self._all_scales = self._scale_tensor.mapped()
 
     @property
     def _scale_tensor(self) -> StoredTensor:
         return self._tensors["scales"]
-
-    def _stored_codes(self) -> StoredCodes:
-        rows, columns = self.shape
-        read, offsets = self._blocks.read, (np.arange(rows) * columns, np.arange(columns))
-        return StoredCodes(4, rows * columns // 2, *offsets, columns // 2, lambda: read)
-
-    def _codes(self, first: int, stop: int) -> NDArray[Any]:
-        return self._blocks[first:stop].view(np.uint32)
-
-    def _scales(self, first: int, stop: int) -> NDArray[Any]:
-        return self._exponents[first:stop]
 
     def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
         exponents = np.ascontiguousarray(self._scales(first, stop))
@@ -404,7 +411,7 @@ class Mxfp4Matrix(StoredQuantized):
         return powers_of_exponents(exponents)
 
 
-class Nvfp4Matrix(StoredQuantized):
+class Nvfp4Matrix(_PairsOfCodes):
     """weight u8 [rows, columns / 2], the even column of two in the lower four bits; weight_scale e4m3 [rows, groups]; a
     factor of the tensor: weight_scale_2, which scales are multiplied by (ModelOpt, qtensor/nvfp4_tensor.py), or
     weight_global_scale, which they are divided by, beside weight_packed (compressed_tensors, nvfp4_quantized.py)."""
@@ -418,17 +425,6 @@ class Nvfp4Matrix(StoredQuantized):
     @property
     def _scale_tensor(self) -> StoredTensor:
         return self._tensors["weight_scale"]
-
-    def _stored_codes(self) -> StoredCodes:
-        rows, columns = self.shape
-        read, offsets = self._stored.read, (np.arange(rows) * columns, np.arange(columns))
-        return StoredCodes(4, rows * columns // 2, *offsets, columns // 2, lambda: read)
-
-    def _codes(self, first: int, stop: int) -> NDArray[Any]:
-        return self._stored[first:stop].view(np.uint32)
-
-    def _scales(self, first: int, stop: int) -> NDArray[Any]:
-        return self._all_scales[first:stop]
 
     def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
         stored = np.ascontiguousarray(self._scales(first, stop))

@@ -13,8 +13,9 @@ as any other.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any, TypeVar, cast
@@ -172,7 +173,7 @@ class RandomTensors:
         name. tiles: with the lists of this format, if it has some."""
         dense = _RepeatedRows(self._code_block(scheme.kind), self._begin(name), shape)
         kept = self._kept_rows(name, shape)
-        codes = _SparseRows(dense, kept, zero_code(scheme.kind)) if is_sparse else dense
+        codes = _SparseRows(dense, kept, zero=zero_code(scheme.kind)) if is_sparse else dense
         quantized = _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"), order)
         if tiles is None or not tiles.list_units:
             return quantized
@@ -218,46 +219,52 @@ class _RepeatedRows:
 
 
 @dataclass(frozen=True)
-class _SparseRows:
-    """Rows of `dense` of which each word of `kept` leaves two of four columns; the others are `zero`. whole: so many
-    fours of a chunk beside a list have all their columns."""
+class _Thinned(ABC):
+    """Rows of `dense` of which some numbers are there; the others are `zero`."""
 
     dense: _RepeatedRows
-    kept: _RepeatedRows
-    zero: int = 0
-    whole: int = 0
+    zero: int = field(default=0, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.dense.shape
 
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
-        is_kept = np.ascontiguousarray(self.kept[part]).view(np.uint16)[:, : self.shape[1]] != 0
         dense = self.dense[part]
+        return np.where(self._kept(part), dense, dense.dtype.type(self.zero))
+
+    @abstractmethod
+    def _kept(self, part: slice) -> npt.NDArray[np.bool_]:
+        """Which are there, of some rows or of each."""
+
+
+@dataclass(frozen=True)
+class _SparseRows(_Thinned):
+    """Rows of `dense` of which each word of `kept` leaves two of four columns; the others are `zero`. whole: so many
+    fours of a chunk beside a list have all their columns."""
+
+    kept: _RepeatedRows
+    whole: int = 0
+
+    def _kept(self, part: slice) -> npt.NDArray[np.bool_]:
+        is_kept: npt.NDArray[np.bool_] = np.ascontiguousarray(self.kept[part]).view(np.uint16)[:, : self.shape[1]] != 0
         if self.whole:
             fours = -(-self.shape[1] // GROUP)
             are_whole = _spread(part, self.shape[0], fours, LISTED_TILES * TWO_OF_FOUR.columns // GROUP, self.whole)
             is_kept = is_kept | np.repeat(are_whole, GROUP, axis=1)[:, : self.shape[1]]
-        return np.where(is_kept, dense, dense.dtype.type(self.zero))
+        return is_kept
 
 
 @dataclass(frozen=True)
-class _RowsOfSomeBlocks:
+class _RowsOfSomeBlocks(_Thinned):
     """Rows of `dense` in bands, in each of which the blocks are there that `there` says: bool [bands, blocks]."""
 
-    dense: _RepeatedRows
     there: npt.NDArray[np.bool_]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.dense.shape
-
-    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+    def _kept(self, part: slice) -> npt.NDArray[np.bool_]:
         first, stop, _ = part.indices(self.shape[0])
         bands = np.arange(first, stop) // BAND_ROWS
-        kept = np.repeat(self.there[bands], BF16.columns, axis=1)[:, : self.shape[1]]
-        dense = self.dense[part]
-        return np.where(kept, dense, dense.dtype.type(0))
+        return np.repeat(self.there[bands], BF16.columns, axis=1)[:, : self.shape[1]]
 
 
 def _some_blocks(shape: tuple[int, int], tiles: BlockRows, seed: int) -> npt.NDArray[np.bool_]:
@@ -272,21 +279,15 @@ def _some_blocks(shape: tuple[int, int], tiles: BlockRows, seed: int) -> npt.NDA
 
 
 @dataclass(frozen=True)
-class _RowsOfBlocks:
+class _RowsOfBlocks(_Thinned):
     """Rows of `dense` of which `kept` of every four blocks of 32 columns are there, the same ones in all rows."""
 
-    dense: _RepeatedRows
     kept: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.dense.shape
-
-    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+    def _kept(self, part: slice) -> npt.NDArray[np.bool_]:
         block = np.arange(self.shape[1]) // BF16.columns
         window, number = np.divmod(block, BLOCKS_OF_TILE)
-        dense = self.dense[part]
-        return np.where((number + window) % BLOCKS_OF_TILE < self.kept, dense, dense.dtype.type(0))
+        return (number + window) % BLOCKS_OF_TILE < self.kept
 
 
 @dataclass(frozen=True)

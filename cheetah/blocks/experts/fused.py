@@ -11,14 +11,13 @@ are published before o is multiplied, and the choice is made while its rows are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.exchange import Published
-from cheetah.blocks.linear.interface import ColumnScale, Prologue
-from cheetah.blocks.linear.parts import Arrival, Part
+from cheetah.blocks.linear.interface import Around
+from cheetah.blocks.linear.parts import Arrival
 from cheetah.blocks.linear.prologue import LINE_BYTES
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -83,12 +82,11 @@ def prefetch_row(machine: Machine, row: ch.Expr, size_bytes: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Routing(Prologue):
+class Routing(Around):
     """The input of o, beside which the block's logits are made: the last consumer warp publishes them, with zeros in
     the words that nobody's logit is in. position: of the block among `owners`, those with M-tiles of o, to which
     experts are dealt one by one."""
 
-    inner: Prologue
     machine: Machine
     into: Published
     experts: Experts
@@ -96,15 +94,8 @@ class Routing(Prologue):
     owners: int
 
     @property
-    def waits(self) -> tuple[str, ...]:
-        return self.inner.waits
-
-    @property
     def makes(self) -> tuple[str, ...]:
         return (self.into.name,)
-
-    def scale_of_products(self) -> ColumnScale | None:
-        return self.inner.scale_of_products()
 
     @ch.inline
     def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
@@ -125,12 +116,3 @@ class Routing(Prologue):
             word = self.position + first
             with ch.if_((lane == 0) & (word < words)):
                 self.into.publish(word, prim.float_bits(ch.select(word < self.experts.count, logit, ty.f32(0.0))))
-
-    def is_whole(self, matrix: MatrixLayout) -> bool:
-        return self.inner.is_whole(matrix)
-
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
-        return self.inner.parts(matrix, arrival)
-
-    def prepare(self) -> None:
-        self.inner.prepare()

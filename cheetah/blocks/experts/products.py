@@ -23,7 +23,7 @@ from cheetah.blocks.experts.choice import NO_RANK, Choice
 from cheetah.blocks.linear.epilogue import HALF, GatedRows, PublishedRows, gated_of, place_of, publishing
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.fragments import Activations, groups_of
-from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Prologue, Rows
+from cheetah.blocks.linear.interface import Around, ColumnScale, Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.linear.prologue import Slices, VectorPart, bring_units, clear_behind, load_vector
@@ -363,18 +363,10 @@ class Brought(Prologue):
 
 
 @dataclass(frozen=True, eq=False)
-class Weighing(Prologue):
+class Weighing(Around):
     """An input behind which the first warp says what the chosen experts weigh: by the scale of its products."""
 
-    inner: Prologue
     choice: Choice
-
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return self.inner.waits
-
-    def scale_of_products(self) -> ColumnScale | None:
-        return self.inner.scale_of_products()
 
     @ch.inline
     def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
@@ -384,9 +376,6 @@ class Weighing(Prologue):
         with ch.if_(self.choice.machine.warp == 0):
             self.choice.weigh_kept(ch.const(ty.f32, scale.of(ch.argument(0), scale.arguments), name="scale"))
         self.choice.list.finish_told()
-
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
-        return self.inner.parts(matrix, arrival)
 
 
 # -- which M-tiles ----------------------------------------------------------------------------------------------------

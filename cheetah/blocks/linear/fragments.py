@@ -9,6 +9,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.ring import Stage
+from cheetah.lang import ty
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import BY_WARPS, TileFormat
 from cheetah.plan.index import ceil_div
@@ -128,3 +129,17 @@ class Fragments(ABC):
         M-tile; of several chains the first becomes the sum of all. Tells the stage what it has read. Then the sums of
         `numbers` are added. Only for formats with `factor_bytes`."""
         raise NotImplementedError(f"weight format {self.format.name} says nothing of rows")
+
+
+class WholeRead(Fragments):
+    """Those that tell the stage once, behind a chunk's last tile, what has been read: `have_read` depends on all of
+    it."""
+
+    @ch.inline
+    def declare(self) -> None:
+        tiles = self.stage.address
+        have_read = ch.var(ty.u32, 0)
+        self.tiles, self.have_read = tiles, have_read
+
+    def finish_chunk(self) -> None:
+        self.stage.has_read(self.have_read)

@@ -88,3 +88,33 @@ class Prologue(ABC):
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         """The parts of the input of `matrix`, in the order of its slices: each is there for what is emitted in the body
         of a loop over them. How many there are may be known on the device alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Around(Prologue):
+    """Another prologue, beside which something else is done."""
+
+    inner: Prologue
+
+    def prepare(self) -> None:
+        self.inner.prepare()
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.inner.waits
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.inner.makes
+
+    def scale_of_products(self) -> ColumnScale | None:
+        return self.inner.scale_of_products()
+
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        self.inner.begin(matrix, arrival)
+
+    def is_whole(self, matrix: MatrixLayout) -> bool:
+        return self.inner.is_whole(matrix)
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        return self.inner.parts(matrix, arrival)

@@ -16,7 +16,7 @@ from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.exchange import Published, Whereabouts
 from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit, unit_place
-from cheetah.blocks.linear.interface import ColumnScale, Prologue
+from cheetah.blocks.linear.interface import Around, ColumnScale, Prologue
 from cheetah.blocks.linear.order import Order
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.machine import Machine
@@ -152,34 +152,13 @@ class Slices(Prologue):
 
 
 @dataclass(frozen=True, eq=False)
-class Prefetching(Prologue):
+class Prefetching(Around):
     """A prologue that also brings `vectors`, (address, bytes) each, into L2, for the epilogue or the next phase, and
     what `others` does."""
 
-    inner: Prologue
     machine: Machine
     vectors: Sequence[tuple[ch.Expr, int]]
     others: Callable[[], None] | None = None
-
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return self.inner.waits
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return self.inner.makes
-
-    def scale_of_products(self) -> ColumnScale | None:
-        return self.inner.scale_of_products()
-
-    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
-        self.inner.begin(matrix, arrival)
-
-    def is_whole(self, matrix: MatrixLayout) -> bool:
-        return self.inner.is_whole(matrix)
-
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
-        return self.inner.parts(matrix, arrival)
 
     def prepare(self) -> None:
         self.inner.prepare()

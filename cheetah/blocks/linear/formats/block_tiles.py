@@ -11,25 +11,16 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import LANE_LOADS
-from cheetah.blocks.linear.fragments import Activations, Fragments
+from cheetah.blocks.linear.fragments import Activations, Fragments, WholeRead
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import LOT_BLOCKS, LOT_COUNT_AT, LOT_LINE_BYTES, BlockRows, BlockTiles
 from cheetah.plan.index import ceil_div
 
 
-class BlockFragments(Fragments):
+class BlockFragments(WholeRead):
     """Tiles of 16 x 128."""
 
     format: BlockTiles
-
-    @ch.inline
-    def declare(self) -> None:
-        tiles = self.stage.address
-        have_read = ch.var(ty.u32, 0)
-        self.tiles, self.have_read = tiles, have_read
-
-    def finish_chunk(self) -> None:
-        self.stage.has_read(self.have_read)
 
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:

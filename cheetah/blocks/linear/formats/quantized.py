@@ -19,7 +19,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.linear.fragments import Activations, Beside, Fragments
+from cheetah.blocks.linear.fragments import Activations, Beside, WholeRead
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, QUANTIZED_COLUMNS, VECTOR_COLUMNS, QuantizedTiles
 
@@ -29,7 +29,7 @@ CHAINS = 4
 """So many `mma` in flight at least: each takes about as long as issuing four."""
 
 
-class QuantizedFragments(Fragments):
+class QuantizedFragments(WholeRead):
     """Tiles packed by `cheetah.models.formats.quantized_tiles`. Lane 4g + t works on rows g and g + 8."""
 
     format: QuantizedTiles
@@ -39,15 +39,6 @@ class QuantizedFragments(Fragments):
     """How many times too large the codes of every second pair are beside the others."""
     smaller_by = 0
     """The power of two that sums lack, by what codes and vector are."""
-
-    @ch.inline
-    def declare(self) -> None:
-        tiles = self.stage.address
-        have_read = ch.var(ty.u32, 0)
-        self.tiles, self.have_read = tiles, have_read
-
-    def finish_chunk(self) -> None:
-        self.stage.has_read(self.have_read)
 
     @ch.inline
     def finish_rows(self, tiles: int, columns: Columns, sums: Any, numbers: Beside | None = None) -> None:

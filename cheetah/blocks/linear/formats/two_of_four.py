@@ -13,7 +13,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE
-from cheetah.blocks.linear.fragments import Activations, Fragments, Held
+from cheetah.blocks.linear.fragments import Activations, Held, WholeRead
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import SKEWED_TOKENS, SparseTiles, TileFormat
 from cheetah.plan.plan import COLUMNS
@@ -58,19 +58,10 @@ class HeldSparseTiles(Held):
             prim.mma_2of4_bf16(half)(sums[0], self.weights[index][half], self.values[index][half], self.places[index])
 
 
-class SparseFragments(Fragments):
+class SparseFragments(WholeRead):
     """Tiles packed by `cheetah.models.formats.two_of_four`."""
 
     format: SparseTiles
-
-    @ch.inline
-    def declare(self) -> None:
-        tiles = self.stage.address
-        have_read = ch.var(ty.u32, 0)
-        self.tiles, self.have_read = tiles, have_read
-
-    def finish_chunk(self) -> None:
-        self.stage.has_read(self.have_read)
 
     @classmethod
     def room(cls, format: TileFormat, tiles: int) -> HeldSparseTiles:
