@@ -18,12 +18,18 @@ from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.gpu_turns import gpu_turn, large_place, large_places
 from tests.prices import Prices
 
 KEPT_SECONDS = 7 * 24 * 3600
+
+# No example has a time limit, which a busy host would pass. Before a test is decorated.
+WITHOUT_TIMES = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("without times", hypothesis.settings.default, **WITHOUT_TIMES)
+hypothesis.settings.load_profile("without times")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
