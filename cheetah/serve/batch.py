@@ -135,9 +135,7 @@ async def _answer(service: Service, line: BatchLine) -> bytes:
         refusal = problem if isinstance(problem, ApiError) else of_failure(problem)
         status, body = refusal.status, refusal.body
     response = {"status_code": status, "request_id": new_id("req"), "body": body}
-    return (
-        as_json({"id": new_id(ID), "custom_id": line.custom_id, "response": response, "error": None}) + b"\n"
-    )
+    return as_json({"id": new_id(ID), "custom_id": line.custom_id, "response": response, "error": None}) + b"\n"
 
 
 async def _work(service: Service, line: BatchLine) -> Answering:

@@ -114,9 +114,6 @@ class DenseFamily:
 class DrafterFamily(DenseFamily):
     """What one is made of that drafts by hidden states of another model."""
 
-    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
-        return {}
-
     def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
         return (*super().model_buffers(config), TOKEN_IDS)
 

@@ -28,12 +28,13 @@ from cheetah.models.family import Packing
 from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms
 from cheetah.models.rounding import widen
 from cheetah.plan import StepMatrices
+from cheetah.plan.products import SHARED_DOWN, SHARED_UP
 
 FC = "fc.weight"
 HALVES = tuple(f"{LAYER}fc_{given}.weight" for given in ("token", "state"))
 """Of it, as they are packed."""
 LM_HEAD = "lm_head"
-_QUANTISED = ("qkv", "o", "gate_up", "down")
+_QUANTISED = ("qkv", "o", "gate_up", "down", SHARED_UP, SHARED_DOWN)
 EMBEDDING_NORM = "pre_fc_norm_embedding.weight"
 HEAD_FORMAT = "int4-g128"
 """Of the copy of the model's head, made when it is loaded: a draft changes no token, and the head is most of what one
@@ -61,16 +62,13 @@ def drafter_of(model: ModelConfig) -> MtpConfig:
             f"{model.dialect.title} has no layer that drafts which is read here: those of Qwen3.5 and Qwen3-Next are "
             "(method mtp)"
         )
-    if model.routing is not None:
-        raise ConfigError(
-            f"{model.dialect.title}: the layer that drafts has experts, which is not supported: draft by method ngram"
-        )
     return MtpConfig(
         *(model.hidden_size, model.intermediate_size, 1, model.query_heads, model.kv_heads, model.head_dim),
         model.vocab_size,
         rms_norm_eps=model.rms_norm_eps,
         max_position_embeddings=model.max_position_embeddings,
         rope=model.rope,
+        routing=model.routing,
         drafter=Drafter((model.layers - 1,), model.vocab_size, norm_output=True, joins_residual=True),
         weight_formats=((LM_HEAD, HEAD_FORMAT),),
     )

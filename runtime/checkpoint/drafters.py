@@ -35,7 +35,7 @@ from cheetah.printable import shown_name
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import WEIGHT_DTYPES, LoadingError, StoredTensor, find_tensors
-from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
+from cheetah.runtime.checkpoint.tensor_checks import checked_tensors, without_merged
 
 RANDOM_HEAD, RANDOM_BLOCKS = RANDOM + "eagle3", RANDOM + "dspark"
 """Of random weights, of the target's shapes: a head, and a drafter as DeepSpec's for Qwen3 are."""
@@ -103,7 +103,7 @@ def _opened_mtp(
             f"{place}: has no tensors {BESIDE}*, the layer that drafts: who made the file left it out: name in "
             "speculative_config as `model` a checkpoint of this model that has it, or draft by method ngram"
         )
-    found = _own_tensors(stored, place, notes)
+    found = dict(without_merged(config, _own_tensors(stored, place, notes), place))
     of_target = {own: theirs for own, theirs in names.items() if own not in found}
     values = load_source(folder / "config.json")
     part = text_part(folder / "config.json", values)

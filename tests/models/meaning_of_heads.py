@@ -22,7 +22,7 @@ from cheetah.models.dense.weights import (
 from cheetah.models.drafter import LAYER, TOKEN_IDS, Drafter
 from cheetah.models.eagle3 import tensors as names
 from cheetah.models.family import ReadTensor
-from cheetah.models.qwen3_5 import Qwen35Config
+from cheetah.models.qwen3_5 import Qwen35Config, Qwen35MoeConfig
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, widen
 from cheetah.models.sampling import sample
@@ -140,9 +140,11 @@ class MtpReference(HeadReference):
     def reset(self) -> None:
         config = self.config
         sizes = (config.hidden_size, config.intermediate_size, 1, config.query_heads, config.kv_heads, config.head_dim)
-        alone = Qwen35Config(
+        kind, experts = (Qwen35Config, {}) if config.routing is None else (Qwen35MoeConfig, {"routing": config.routing})
+        alone = kind(
             *sizes,
             config.vocab_size,
+            **experts,
             rms_norm_eps=config.rms_norm_eps,
             max_position_embeddings=config.max_position_embeddings,
             rope=config.rope,

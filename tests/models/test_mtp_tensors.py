@@ -16,13 +16,12 @@ from safetensors.numpy import load_file, save_file
 from cheetah.errors import CheetahError
 from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.quantized import scheme_of_name
-from cheetah.models.qwen3_5 import OF_EXPERTS
 from cheetah.models.registry import PRESETS, drafter_beside, family_of
 from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime.checkpoint.drafters import open_mtp
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.random_weights import random_tensors
-from tests.models.goldens.mtp import DRAFTS, LOGITS, OF_MODEL, TARGET, features_of, tokens_of, weights_of
+from tests.models.goldens.mtp import DRAFTS, LOGITS, MTP, OF_MODEL, TARGETS, features_of, tokens_of, weights_of
 from tests.models.meaning_of_heads import MtpReference
 
 ROUNDING = 1e-5
@@ -30,25 +29,27 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_no
 """Of the layer alone."""
 
 
-def written(folder: Path, layer: dict[str, NDArray[Any]], **stated: Any) -> Checkpoint:
+def written(folder: Path, layer: dict[str, NDArray[Any]], name: str = MTP, **stated: Any) -> Checkpoint:
     """The model whose file has such tensors beside it."""
-    of_model = random_tensors(TARGET)
-    names = [name for name in family_of(TARGET).tensor_shapes(TARGET) if name not in OF_MODEL]
+    config = TARGETS[name]
+    of_model = random_tensors(config)
+    names = [name for name in family_of(config).tensor_shapes(config) if name not in OF_MODEL]
     stored = {name: of_model(name).view(ml_dtypes.bfloat16) for name in names}
-    (folder / "config.json").write_text(json.dumps(TARGET.to_dict() | stated))
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | stated))
     save_file({**stored, **layer}, folder / "model.safetensors")
     return open_checkpoint(folder)
 
 
-def in_bf16() -> dict[str, NDArray[Any]]:
-    return {name: one.astype(ml_dtypes.bfloat16) for name, one in weights_of().items()}
+def in_bf16(name: str = MTP) -> dict[str, NDArray[Any]]:
+    return {name: one.astype(ml_dtypes.bfloat16) for name, one in weights_of(name).items()}
 
 
-def test_it_means_what_transformers_computes(tmp_path: Path) -> None:
-    model, wanted = written(tmp_path, in_bf16()), load_file(LOGITS)["logits"]
+@pytest.mark.parametrize("name", TARGETS)
+def test_it_means_what_transformers_computes(tmp_path: Path, name: str) -> None:
+    model, wanted = written(tmp_path, in_bf16(name), name), load_file(LOGITS)[name]
     opened = open_mtp(model)
     reference = MtpReference(opened.config, opened.tensor)
-    reference.head = weights_of()["lm_head.weight"]  # not the copy, which is rounded
+    reference.head = weights_of(name)["lm_head.weight"]  # not the copy, which is rounded
     found = reference.forward(tokens_of(), features_of())
     drafted = reference.draft(DRAFTS, found[-1])
     assert drafted == wanted[-DRAFTS:].argmax(1).tolist()
@@ -86,7 +87,5 @@ def test_what_a_file_says_is_quantised_and_is_not_is_read_as_it_is(tmp_path: Pat
 
 
 def test_models_without_such_a_layer_are_refused_by_name() -> None:
-    with pytest.raises(CheetahError, match="the layer that drafts has experts, which is not supported: draft by"):
-        drafter_beside(OF_EXPERTS["qwen3.5-35b-a3b"])
     with pytest.raises(CheetahError, match="Qwen3 has no layer that drafts which is read here"):
         drafter_beside(PRESETS["qwen3-8b"])

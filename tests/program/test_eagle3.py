@@ -7,6 +7,7 @@ then goes on from its own state.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,13 +19,14 @@ from numpy.typing import NDArray
 from cheetah.models.dense.weights import FINAL_NORM, STATE_NORM
 from cheetah.models.drafter import BESIDE, OFFSETS, TOKEN_IDS, plain_name, token_ids
 from cheetah.models.mtp import FC, drafter_of
-from cheetah.models.registry import read_drafter
+from cheetah.models.registry import family_of, read_drafter
 from cheetah.models.rounding import as_bf16
 from cheetah.models.sampling import sample
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.models.goldens import mtp
 from tests.models.goldens.eagle3 import CONFIGS, HIDDEN, KNOWN, TARGET, VOCAB, features_of, tokens_of, weights_of
+from tests.models.goldens.mtp import MTP, OF_EXPERTS
 from tests.models.meaning_of_heads import Eagle3Reference, HeadReference, MtpReference
 from tests.planted_text import planted
 from tests.program.rig import Rig, kept_kernel, relative_error
@@ -54,12 +56,17 @@ class HeadWeights:
 class MtpWeights(HeadWeights):
     """The layer that drafts of Qwen3.5, and what it takes of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = MTP) -> None:
         self.features, self.tokens = mtp.features_of(), mtp.tokens_of()
-        self.config = replace(drafter_of(mtp.TARGET), weight_formats=())
-        drawn = {name: as_bf16(values) for name, values in mtp.weights_of().items()}
+        self.config = replace(drafter_of(mtp.TARGETS[name]), weight_formats=())
+        drawn = {name: as_bf16(values) for name, values in mtp.weights_of(name).items()}
         self.ids = token_ids(None, mtp.VOCAB)
         self.tensors = {plain_name(name.removeprefix(BESIDE)): values for name, values in drawn.items()}
+        for name, merged in family_of(self.config).merged_tensors(self.config).items():
+            whole, first = self.tensors[name].reshape(-1), 0
+            for part, shape in merged.parts.items():
+                self.tensors[part] = whole[first : first + math.prod(shape)].reshape(shape)
+                first += math.prod(shape)
         of_model = {name: drawn[name] for name in mtp.OF_MODEL}
         self.tensors |= {**of_model, FINAL_NORM: drawn["mtp.norm.weight"], STATE_NORM: drawn[FINAL_NORM]}
 
@@ -69,7 +76,7 @@ class MtpWeights(HeadWeights):
 
 @cache
 def weights_named(name: str) -> HeadWeights:
-    return MtpWeights() if name == MTP else HeadWeights(name)
+    return MtpWeights(name) if name in mtp.TARGETS else HeadWeights(name)
 
 
 class HeadSession:
@@ -108,7 +115,6 @@ class HeadSession:
         ]
 
 
-MTP = "mtp"
 RIGS: dict[tuple[str, int], dict[str, Any]] = {
     ("safeai", 4): {},
     ("speculators", 4): {"sync": "barrier", "blocks": 3},
@@ -117,6 +123,9 @@ RIGS: dict[tuple[str, int], dict[str, Any]] = {
     ("safeai", 1): {"blocks": 3},
     ("one norm before fc", 1): {"sync": "barrier"},
     ("3.1", 16): {},
+    (OF_EXPERTS, 1): {"blocks": 3},
+    (OF_EXPERTS, 2): {"sync": "barrier", "blocks": 2},
+    (OF_EXPERTS, 4): {"blocks": 3},
     (MTP, 1): {"blocks": 5},
     (MTP, 16): {"blocks": 2},
     (MTP, 2): {"sync": "barrier", "blocks": 3},
@@ -157,7 +166,7 @@ def differing(made: HeadSession, name: str, sampling: Sampling = Sampling(), dra
     return worst
 
 
-@pytest.mark.parametrize(("name", "tokens"), tiered(RIGS, [*RIGS][-3:]))
+@pytest.mark.parametrize(("name", "tokens"), tiered(RIGS, [*RIGS][-4:]))
 def test_a_head_goes_on_from_features_and_then_from_its_own_state(name: str, tokens: int) -> None:
     assert differing(HeadSession(rig_of(name, tokens), name), name) < LOGITS
 

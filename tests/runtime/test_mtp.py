@@ -19,6 +19,9 @@ from cheetah import LLM
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
+from cheetah.models.layer_kind import Routing
+from cheetah.models.qwen3_5 import Qwen35MoeConfig
+from cheetah.models.registry import drafter_beside, family_of
 from cheetah.runtime.checkpoint.drafters import open_mtp
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.engine.completion import Completion
@@ -31,23 +34,16 @@ from tests.runtime.test_speculation import LEAST_RATIO
 DRAFTS, ROUNDS, TOKENS = 3, 3, 30
 PROMPT = [number * 7 % 50 for number in range(21)]
 CONFIG = hybrid(1, 2, (0,), layers=2, heads=2, dims=128)
+OF_EXPERTS = Qwen35MoeConfig(**{**vars(CONFIG), "intermediate_size": 64, "routing": Routing(6, 2, shared=48)})
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of the layer that drafts, by the names of files."""
-    hidden, ffn, rows, kv = config.hidden_size, config.intermediate_size, config.query_rows, config.kv_rows
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    layer_norms = ("input_layernorm", "post_attention_layernorm")
-    shapes: dict[str, tuple[int, ...]] = {
-        **{"fc": (hidden, 2 * hidden), **dict.fromkeys(norms, (hidden,))},
-        **{f"layers.0.{name}": (hidden,) for name in layer_norms},
-        **{f"layers.0.self_attn.{one}_norm": (config.head_dim,) for one in "qk"},
-        **{"layers.0.self_attn.q_proj": (2 * rows, hidden), "layers.0.self_attn.o_proj": (hidden, rows)},
-        **{f"layers.0.self_attn.{one}_proj": (kv, hidden) for one in "kv"},
-        **{f"layers.0.mlp.{one}_proj": (ffn, hidden) for one in ("gate", "up")},
-        "layers.0.mlp.down_proj": (hidden, ffn),
+    layer, of_model = drafter_beside(config)
+    shapes = family_of(layer).tensor_shapes(layer).items()
+    return {f"mtp.{name.removeprefix('model.')}": shape for name, shape in shapes if name not in of_model} | {
+        "mtp.norm.weight": (config.hidden_size,)
     }
-    return {f"mtp.{name}.weight": shape for name, shape in shapes.items()}
 
 
 def random_layer(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
@@ -62,14 +58,14 @@ def random_layer(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
     return drawn
 
 
-def written(folder: Path, layer: dict[str, NDArray[Any]]) -> None:
+def written(folder: Path, config: ModelConfig, layer: dict[str, NDArray[Any]]) -> None:
     """The model's file, with such a layer."""
     stored = {
         name: one.view(ml_dtypes.bfloat16) if one.dtype == np.uint16 else one
-        for name, one in weights(CONFIG).tensors.items()
+        for name, one in weights(config).tensors.items()
     }
     in_bf16 = {name: np.ascontiguousarray(one.astype(ml_dtypes.bfloat16)) for name, one in layer.items()}
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
     save_file({**stored, **in_bf16}, folder / "model.safetensors")
 
 
@@ -79,14 +75,14 @@ def meaning_of(folder: Path) -> Meaning:
     return Meaning(model, MtpReference(drafter.config, drafter.tensor))
 
 
-def folder_in(folder: Path) -> Path:
+def folder_in(folder: Path, config: ModelConfig = CONFIG) -> Path:
     """A model, and a layer whose `fc` is fitted to the model's answer to PROMPT."""
-    layer = random_layer(CONFIG)
-    written(folder, layer)
+    layer = random_layer(config)
+    written(folder, config, layer)
     meaning = meaning_of(folder)
-    ids = [*PROMPT, *Reference(CONFIG, weights(CONFIG).tensor).generate(PROMPT, 40)]
+    ids = [*PROMPT, *Reference(config, weights(config).tensor).generate(PROMPT, 40)]
     layer["mtp.fc.weight"] = fitted(meaning, ids)
-    written(folder, layer)
+    written(folder, config, layer)
     return folder
 
 
@@ -145,6 +141,20 @@ def test_it_drafts_what_it_means_of_the_models_states(llm: LLM, folder: Path, mo
     assert as_meant(proposed, meaning) > 0.9
     found = drafts_of_rounds(llm, monkeypatch, prompt=prompt)
     assert len(found) > 3 and as_meant(found, meaning) > 0.9
+
+
+@pytest.mark.exhaustive
+@pytest.mark.compiler
+@pytest.mark.parametrize("passes", [False, 64])
+def test_it_drafts_what_it_means_where_experts_are(
+    passes: bool | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt: Any = {"prompt_token_ids": PROMPT}
+    with opened(folder_in(tmp_path, OF_EXPERTS), prompt_passes=passes) as llm:
+        found = drafts_of_rounds(llm, monkeypatch, prompt=prompt)
+        assert len(found) > 3 and as_meant(found, meaning_of(tmp_path)) > 0.9
+        plain, drafted = (asked([{"temperature": 0.0, "ignore_eos": True}], is_on, TOKENS) for is_on in (False, True))
+        assert ids_of(llm.generate([prompt], plain)) == ids_of(llm.generate([prompt], drafted))
 
 
 @pytest.mark.slow
