@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.formats.weight_format import TilePart, WeightFormat, units_of_halves, units_of_lanes
-from cheetah.models.rounding import F32, Bits, Bytes
+from cheetah.models.rounding import Bits, Bytes
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.formats import BF16, NARROW_ROWS
 
@@ -48,9 +48,6 @@ class Bf16(WeightFormat):
     def decode_narrow(self, tiles: Bytes) -> Bits:
         halves = self.decode(tiles, tiles[:0]).reshape(-1, 2, NARROW_ROWS, tiles.shape[1], BF16.columns)
         return np.ascontiguousarray(halves.transpose(0, 2, 3, 1, 4)).reshape(len(tiles) * NARROW_ROWS, -1)
-
-    def meaning(self, weights: F32) -> F32:
-        return weights
 
 
 def _tiles(units: NDArray[np.complex128]) -> tuple[TilePart, ...]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.formats.blocks import blocks_there
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
-from cheetah.models.rounding import F32, Bits, Bytes
+from cheetah.models.rounding import Bits, Bytes
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.dealing import dealt
 from cheetah.plan.formats import (
@@ -52,9 +52,6 @@ class LotsOfBlocks(WeightFormat):
 
     def decode(self, tiles: Bytes, factors: Bytes) -> Any:
         raise NotImplementedError("M-tiles differ in length: whole matrices are unpacked")
-
-    def meaning(self, weights: F32) -> F32:
-        return weights
 
     def pack_m_tiles(
         self,

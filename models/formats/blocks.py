@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
-from cheetah.models.rounding import F32, Bits, Bytes
+from cheetah.models.rounding import Bits, Bytes
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.formats import BF16, BLOCKS_OF_TILE, BlockTiles
 
@@ -61,6 +61,3 @@ class Blocks(WeightFormat):
         kept = tiles[..., : self.tile.numbers_at].reshape(m_tiles, k_tiles, self.tile.kept, BF16.tile_bytes)
         np.put_along_axis(blocks, numbers[..., None], kept, axis=2)
         return self.whole.decode(blocks.reshape(m_tiles, -1, BF16.tile_bytes), factors)
-
-    def meaning(self, weights: F32) -> F32:
-        return weights

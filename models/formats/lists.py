@@ -112,9 +112,6 @@ class Listed(WeightFormat):
     def decode(self, tiles: Bytes, factors: Bytes) -> Any:
         return self.tiles.decode(tiles, factors)
 
-    def meaning(self, weights: F32) -> F32:
-        return weights
-
     def pack_m_tiles(
         self,
         layout: MatrixLayout,

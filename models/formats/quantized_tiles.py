@@ -139,9 +139,6 @@ class QuantizedFormat(WeightFormat):
         halves = np.ascontiguousarray(tiles[..., at:end]).view(np.float16)
         return np.asarray(self._of_rows(halves).astype(np.float32) * of_rows)
 
-    def meaning(self, weights: F32) -> F32:
-        return weights
-
     # -- rows of the checkpoint
 
     def _check(self, rows: RowScales) -> None:

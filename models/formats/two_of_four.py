@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
-from cheetah.models.rounding import F32, Bits, Bytes
+from cheetah.models.rounding import Bits, Bytes
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.formats import TWO_OF_FOUR
 
@@ -103,9 +103,6 @@ class TwoOfFour(WeightFormat):
         for shift, place in ((0, nibbles & 3), (16, nibbles >> 2)):
             np.put_along_axis(rows, place[..., None].astype(np.intp), (words >> shift).astype(np.uint16)[..., None], 2)
         return rows.reshape(len(rows), -1)
-
-    def meaning(self, weights: F32) -> F32:
-        return weights
 
 
 def _lanes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:

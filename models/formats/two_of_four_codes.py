@@ -25,7 +25,7 @@ from cheetah.models.formats.quantized import MIDDLE_CODE, QuantizedRows
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.formats.two_of_four import GROUP, HALF, NIBBLES, NOT_KEPT, places_of_lanes
 from cheetah.models.formats.weight_format import PackingError, TilePart
-from cheetah.models.rounding import F32, Bytes
+from cheetah.models.rounding import Bytes
 from cheetah.plan.formats import M_TILE_ROWS, SparseQuantizedTiles
 
 SIZES = 0x7F
@@ -105,9 +105,6 @@ class SparseQuantized(QuantizedFormat):
             np.put_along_axis(codes, places[..., None].astype(np.intp), kept[..., number, None], 2)
         columns = self.tile.group_columns or k_tiles * self.tile.columns
         return QuantizedRows(self.tile.kind, codes.reshape(shape[0], -1), self.scales_of(tiles, factors), None, columns)
-
-    def meaning(self, weights: F32) -> F32:
-        return weights
 
     @property
     def _dense(self) -> QuantizedFormat:

@@ -42,9 +42,10 @@ class WeightFormat(ABC):
         """The inverse, for tiles [M-tiles, K-tiles, tile bytes] and `row_factors`: rows [M-tiles * 16, padded
         columns]."""
 
-    @abstractmethod
     def meaning(self, weights: F32) -> F32:
-        """What the kernel multiplies with where a tensor [rows, columns] has these values."""
+        """What the kernel multiplies with where a tensor [rows, columns] has these values: of a format that loses
+        nothing the same."""
+        return weights
 
     def encode_narrow(self, rows: Any) -> tuple[TilePart, ...]:
         """As `encode`, of rows [narrow M-tiles * 8, columns]. Only for formats that `MatrixLayout` lets have those."""

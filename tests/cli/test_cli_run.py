@@ -16,8 +16,8 @@ from cheetah.cli.run import MOST_TOGETHER, _one_after_another, _reading
 from cheetah.options import about, options_of
 from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH
 from cheetah.runtime import LLM, SamplingParams, StreamPiece
+from cheetah.runtime.checked_options import DEFAULT_BATCH
 from cheetah.runtime.engine.requests import Decoded
-from cheetah.runtime.llm import DEFAULT_BATCH
 from cheetah.runtime.options import LoadOptions
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels_made_once")]

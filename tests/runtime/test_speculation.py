@@ -127,7 +127,7 @@ def test_drafts_pay_from_what_their_steps_take_more() -> None:
     assert pace.break_even(2) == 1.1 and not pace.lacks_plain(2), "one launch without drafts is tried"
 
 
-asked_of = llm_module._assembly_options
+asked_of = llm_module.assembly_options
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
 ASKED = [
     {"temperature": 0.0},
@@ -150,7 +150,7 @@ def opened(**more: Any) -> LLM:
     plan = {"consumer_warps": 2, **more.pop("plan", {})}  # two blocks of two warps: half of the emulator's time
     options |= {"prompt_passes": True, "gpu": "emulator-2", "plan": plan, **more}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "_assembly_options", lambda *known: replace(asked_of(*known), solo=True))
+        patch.setattr(llm_module, "assembly_options", lambda *known: replace(asked_of(*known), solo=True))
         made = LLM("demo", device="emulator", quiet=True, **options)
     pace = made.engine.engine._scheduler._pace
     pace.break_even = lambda sequences: LEAST_RATIO  # type: ignore[method-assign]
