@@ -139,14 +139,16 @@ def quantization_config(job: Job) -> dict[str, Any]:
         "actorder": None,
         "observer": "mse" if job.clip else "minmax",
     }
-    left_out = family_of(job.config).never_quantised(job.config)
+    family = family_of(job.config)
+    left_out = [f".*{re.escape(name)}$" for name in family.never_quantised(job.config)]
+    left_out += [f"{re.escape(prefix)}.*" for prefix in family.unread]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": FLOAT if is_float else OUTLIERS if job.outliers else PACKED,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in left_out)],
+        "ignore": ["lm_head", *(f"re:{one}" for one in left_out)],
         "kv_cache_scheme": None,
     }
 

@@ -21,6 +21,7 @@ from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime.checkpoint.drafters import open_mtp
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.random_weights import random_tensors
+from cheetah.tools.quantize import quantization_job
 from tests.models.goldens.mtp import DRAFTS, LOGITS, MTP, OF_MODEL, TARGETS, features_of, tokens_of, weights_of
 from tests.models.meaning_of_heads import MtpReference
 
@@ -84,6 +85,19 @@ def test_what_a_file_says_is_quantised_and_is_not_is_read_as_it_is(tmp_path: Pat
         opened.tensor(name).view(ml_dtypes.bfloat16).astype(np.float32),
         round_to_bf16(weights_of()["mtp.layers.0.mlp.up_proj.weight"]),
     )
+
+
+def test_a_quantised_copy_has_the_layer_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    written(tmp_path / "source", in_bf16())
+    job = quantization_job(str(tmp_path / "source"), scheme_of_name("int8", "bf16"), clip=False)
+    job.write(tmp_path / "out", lambda done: None, 1)
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert r"re:mtp\..*" in stated["ignore"]
+    opened, original = open_mtp(open_checkpoint(tmp_path / "out")), open_mtp(open_checkpoint(tmp_path / "source"))
+    assert opened.config == original.config
+    for name in family_of(opened.config).tensor_shapes(opened.config):
+        assert np.array_equal(opened.tensor(name), original.tensor(name)), name
 
 
 def test_models_without_such_a_layer_are_refused_by_name() -> None:
