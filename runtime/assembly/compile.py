@@ -119,10 +119,12 @@ def resource_report(log: str, kernel: str) -> ResourceReport:
         stack_bytes=max(sum(frame[0] for frame in frames), _number(r"(\d+) bytes cumulative stack size", section)),
         spill_store_bytes=sum(frame[1] for frame in frames),
         spill_load_bytes=sum(frame[2] for frame in frames),
+        in_series=kernel in _IN_SERIES.findall(log),
     )
 
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
+_IN_SERIES = re.compile(r"wgmma\.mma_async instructions are serialized due to .* in the function '([^']+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 

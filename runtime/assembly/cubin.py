@@ -26,6 +26,8 @@ class ResourceReport:
 
     shared_bytes: static shared memory of a block (the launch adds its dynamic part).
     stack_bytes: local memory of the kernel and what it calls; 0 means every value lives in a register.
+    in_series: whether ptxas lets no two `wgmma` be under way together (C7512, C7513), for want of registers or since it
+    cannot follow those that they read: a pass over prompts waits for each of its products then.
     """
 
     registers: int
@@ -33,6 +35,7 @@ class ResourceReport:
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
+    in_series: bool = False
 
     @property
     def uses_local_memory(self) -> bool:
@@ -44,7 +47,8 @@ class ResourceReport:
         local = (
             f"{self.stack_bytes} bytes of stack, {spills}" if self.uses_local_memory else "no spills, no local memory"
         )
-        return f"{self.registers} registers, {self.shared_bytes} bytes of static shared memory, {local}"
+        series = ", products one by one (wgmma in series)" if self.in_series else ""
+        return f"{self.registers} registers, {self.shared_bytes} bytes of static shared memory, {local}{series}"
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,14 @@ def kernels() -> list[Any]:
     return tiered(all_kernels, [kernel for kernel in all_kernels if kernel not in ALWAYS])
 
 
+STACK_BYTES_OF_PASSES = {"qwen3.5-35b-a3b": 8}
+"""Of models whose pass has eight products or more in its loop."""
+
+
 def passes() -> list[Any]:
     """Those of the Makefile, and of every other preset the one over most tokens."""
     of_makefile = [(model, int(of.partition("-")[2])) for model, of in committed() if not of.isdigit()]
-    others = [(model, 2048) for model in LOOKED_AT if (model, 2048) not in of_makefile]
+    others = [(model, 2048) for model in (*LOOKED_AT, *STACK_BYTES_OF_PASSES) if (model, 2048) not in of_makefile]
     return tiered([*of_makefile, *others], [*of_makefile[1:], *others])
 
 
@@ -176,12 +180,13 @@ def test_registers_are_enough_for_prompts(tmp_path: Path, model: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize(("model", "tokens"), passes())
 def test_registers_are_enough_for_passes(tmp_path: Path, model: str, tokens: int) -> None:
-    """None spills, though a tile's sums take 128 of a thread's registers."""
+    """None spills, though a tile's sums take 128 of a thread's registers; nor are products made one by one."""
     config, gpu = named_config(model).config, gpu_named(DEFAULT_GPU)
     pass_plan = pass_plan_for(gpu, tokens, config.shape)
     generated = generate_pass(config, gpu, choose_plan(config, gpu, batch=8), pass_plan)
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=tmp_path)
-    assert cubin.resources.stack_bytes == 0, str(cubin.resources)
+    assert cubin.resources.stack_bytes <= STACK_BYTES_OF_PASSES.get(model, 0), str(cubin.resources)
+    assert not cubin.resources.in_series, str(cubin.resources)
     assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
 
 
