@@ -32,6 +32,7 @@ from cheetah.models.drafter import Drafter
 from cheetah.models.layer_kind import AttentionKind, ClampedGate, DeltaNet, LayerKind, Norms, PositionScale, Routing
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
+from cheetah.models.routing import fields_of_experts, written_experts
 from cheetah.plan import ModelShape, PlanError
 from cheetah.plan.delta import DIMS, TAPS, DeltaHeads
 from cheetah.plan.formats import BF16
@@ -425,6 +426,8 @@ class ModelConfig:
             numbers["layer_types"] = list(self.layer_types or self._one_type)
         if self.attention_biases:
             numbers["attention_bias"] = True
+        if self.dialect.experts is not None and self.routing is not None:
+            numbers |= written_experts(self.dialect.experts, self.routing, self.intermediate_size)
         return {"rope_parameters": self.rope.to_dict(), **numbers}
 
     @property
@@ -451,7 +454,8 @@ class ModelConfig:
     @classmethod
     def read(cls, file: ConfigFile) -> dict[str, Any]:
         """The constructor's arguments. A family that has more than the fields of all overrides this."""
-        return file.fields()
+        experts = cls.dialect.experts
+        return file.fields() | ({} if experts is None else fields_of_experts(file, experts))
 
     def notes_of_context(self, max_context: int) -> list[str]:
         """What a context of so many tokens decides, in words: which factors longrope takes."""

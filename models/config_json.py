@@ -79,6 +79,30 @@ class ConfigError(CheetahError):
 
 
 @dataclass(frozen=True)
+class ExpertFields:
+    """Which fields say which experts a token is given to: `num_experts_per_tok` of as many as one of `names` says.
+
+    normalised, biases: see `Routing`; None where `norm_topk_prob` says it. width: the field that has the width of an
+    expert, where it is not `intermediate_size`; shared: that of the one that every token has, if there is one.
+    """
+
+    names: tuple[str, ...] = ("num_experts", "num_local_experts")
+    normalised: bool | None = True
+    biases: bool = False
+    width: str | None = None
+    shared: str | None = None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """All of them, and those that training alone reads."""
+        own = (*self.names, "num_experts_per_tok", "norm_topk_prob" if self.normalised is None else None)
+        return frozenset(filter(None, (*own, self.width, self.shared))) | NOT_FOR_INFERENCE
+
+
+NOT_FOR_INFERENCE = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+
+
+@dataclass(frozen=True)
 class Dialect:
     """How a family's config.json reads.
 
@@ -88,7 +112,8 @@ class Dialect:
     (`ModelConfig.read`); `sliding_window` among them says how many keys queries see, in layers that `layer_types` does
     not exempt; otherwise it has to be null, or is ignored. numbers: fields that are a number of `ModelConfig`, by
     its name. ropes: kinds of rotary embedding that the family has under other names. layer_types: which type a layer
-    is of, `FULL` or `SLIDING`, where the file does not say; None: the family's layers are all of one type.
+    is of, `FULL` or `SLIDING`, where the file does not say; None: the family's layers are all of one type. experts:
+    of a family whose layers have experts.
     """
 
     model_type: str
@@ -100,6 +125,13 @@ class Dialect:
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ropes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     layer_types: Callable[[ConfigFile, int], str] | None = None
+    experts: ExpertFields | None = None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Fields that the family reads beside those of all, or knows to mean nothing here."""
+        of_experts = frozenset[str]() if self.experts is None else self.experts.known
+        return self.ignored | self.reads | self.numbers.keys() | of_experts
 
     @property
     def title(self) -> str:
@@ -123,8 +155,8 @@ class ConfigFile:
 
     def __init__(self, place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]):
         self.place, self.dialect = place, dialect
-        read = {*dialect.ignored, *dialect.reads, *dialect.numbers}
-        self.neutral = {name: ok for name, ok in {**NEUTRAL_VALUES, **dialect.neutral}.items() if name not in read}
+        values_of_all = {**NEUTRAL_VALUES, **dialect.neutral}
+        self.neutral = {name: ok for name, ok in values_of_all.items() if name not in dialect.known}
         self.nulls = {name for name, value in values.items() if value is None}
         self.values = {name: value for name, value in values.items() if value is not None}
         self.notes = notes
@@ -352,7 +384,7 @@ class ConfigFile:
 
     def note_unknown(self) -> None:
         """A line for fields that nobody has read."""
-        read = READ_ELSEWHERE | IGNORED | self.dialect.ignored | self.dialect.reads | set(self.dialect.numbers)
+        read = READ_ELSEWHERE | IGNORED | self.dialect.known
         unknown = sorted(set(self.values) - read - set(self.neutral))
         if unknown:
             self.notes.append(f"{self.place}: ignored, not part of {self.dialect.architecture}: {', '.join(unknown)}")

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from cheetah.models.config_json import ConfigFile
+from cheetah.models.config_json import ConfigFile, ExpertFields
 from cheetah.models.layer_kind import Routing
 
-NOT_FOR_INFERENCE = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
-"""Fields that training alone reads."""
 
-
-def routing_of(file: ConfigFile, names: Sequence[str], normalised: bool, biases: bool = False) -> Routing:
-    """The routing that a file describes. names: the fields of which one says how many experts there are."""
-    counts = {name: file.count(name) for name in names if name in file.values}
+def fields_of_experts(file: ConfigFile, experts: ExpertFields) -> dict[str, Any]:
+    """What a configuration is constructed with, beside the fields of all."""
+    counts = {name: file.count(name) for name in experts.names if name in file.values}
     if len(set(counts.values())) > 1:
         raise file.error(f"{' and '.join(f'{name} = {count}' for name, count in counts.items())} contradict each other")
-    experts = next(iter(counts.values()), None) or file.count(names[0])
+    count = next(iter(counts.values()), None) or file.count(experts.names[0])
     chosen = file.count("num_experts_per_tok")
-    if chosen > experts:
-        raise file.error(f"num_experts_per_tok = {chosen}: there are {next(iter(counts), names[0])} = {experts}")
-    return Routing(experts, chosen, normalised, biases)
+    if chosen > count:
+        raise file.error(f"num_experts_per_tok = {chosen}: there are {next(iter(counts), experts.names[0])} = {count}")
+    normalised = file.flag("norm_topk_prob") if experts.normalised is None else experts.normalised
+    shared = 0 if experts.shared is None else file.count(experts.shared)
+    width = {} if experts.width is None else {"intermediate_size": file.count(experts.width)}
+    return {"routing": Routing(count, chosen, normalised, experts.biases, shared), **width}
 
 
-def written_routing(routing: Routing | None, name: str) -> dict[str, Any]:
-    """The fields from which `routing_of` reads it back. name: of the experts' count."""
-    assert routing is not None
-    return {name: routing.experts, "num_experts_per_tok": routing.chosen, "norm_topk_prob": routing.normalised}
+def written_experts(experts: ExpertFields, routing: Routing, width: int) -> dict[str, Any]:
+    """The fields from which `fields_of_experts` reads it back. width: of an expert."""
+    written = {experts.names[0]: routing.experts, "num_experts_per_tok": routing.chosen}
+    flags = {"norm_topk_prob": routing.normalised} if experts.normalised is None else {}
+    widths = {experts.width: width, experts.shared: routing.shared}
+    return {**written, **flags, **{name: rows for name, rows in widths.items() if name is not None}}

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import FULL, SLIDING, ConfigFile, Dialect
+from cheetah.models.config_json import FULL, SLIDING, ConfigFile, Dialect, ExpertFields
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Routing
 from cheetah.models.rope import Rope
-from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
 
-EXPERTS = ("num_local_experts", "num_experts")
-"""The count's field, and as it may be called, too."""
 ALPHA, LIMIT = "swiglu_alpha", "swiglu_limit"
 YARN = Rope(150000.0, "yarn", 32.0, original_max_position_embeddings=4096, truncate=False)
 _EXPERT = "mlp.experts.{expert}."
@@ -38,8 +35,9 @@ class GptOssConfig(ModelConfig):
             **{"num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True, ALPHA: 1.702, LIMIT: 7.0},
         },
         neutral={"attention_bias": (True,)},
-        ignored=NOT_FOR_INFERENCE | {"experts_per_token", "initial_context_length"},
-        reads=frozenset({*EXPERTS, "num_experts_per_tok", "sliding_window", ALPHA, LIMIT}),
+        ignored=frozenset({"experts_per_token", "initial_context_length"}),
+        reads=frozenset({"sliding_window", ALPHA, LIMIT}),
+        experts=ExpertFields(("num_local_experts", "num_experts"), biases=True),
         layer_types=_alternating,
     )
     layer = LayerKind(attention=AttentionKind(biases=True, out_biases=True, sinks=True))
@@ -48,21 +46,14 @@ class GptOssConfig(ModelConfig):
 
     @classmethod
     def read(cls, file: ConfigFile) -> dict[str, Any]:
-        routing = routing_of(file, EXPERTS, normalised=True, biases=True)
         rope = {} if file.rope_values() else {"rope": YARN}
-        return (
-            file.fields()
-            | {"routing": routing, "clamped_gate": ClampedGate(file.number(ALPHA), file.number(LIMIT))}
-            | rope
-        )
+        return super().read(file) | {"clamped_gate": ClampedGate(file.number(ALPHA), file.number(LIMIT))} | rope
 
     def written(self) -> dict[str, Any]:
         gate = self.clamped_gate
         assert gate is not None
-        routing = written_routing(self.routing, EXPERTS[0])
         return (
             super().written()
-            | {name: value for name, value in routing.items() if name != "norm_topk_prob"}
             | {"attention_bias": True, ALPHA: gate.alpha, LIMIT: gate.limit}
             | ({"quantization_config": {"quant_method": MXFP4}} if self.weight_formats == IN_MXFP4 else {})
         )

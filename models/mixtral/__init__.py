@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cheetah.models.config import ModelConfig, Shape
-from cheetah.models.config_json import ConfigFile, Dialect
+from cheetah.models.config_json import Dialect, ExpertFields
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import Routing
 from cheetah.models.rope import Rope
-from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
 
-EXPERTS = ("num_local_experts", "num_experts")
-"""The count's field, and as it may be called, too."""
 _OF_EXPERT = "block_sparse_moe.experts.{expert}."
 
 
@@ -26,8 +21,8 @@ class MixtralConfig(ModelConfig):
             **{"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32, "rms_norm_eps": 1e-5},
             **{"rope_theta": 1000000.0, "num_local_experts": 8, "num_experts_per_tok": 2},
         },
-        ignored=NOT_FOR_INFERENCE,
-        reads=frozenset({*EXPERTS, "num_experts_per_tok", "sliding_window"}),
+        reads=frozenset({"sliding_window"}),
+        experts=ExpertFields(("num_local_experts", "num_experts")),
     )
     modules = {
         "router": "block_sparse_moe.gate",
@@ -35,14 +30,6 @@ class MixtralConfig(ModelConfig):
         "up": f"{_OF_EXPERT}w3",
         "down": f"{_OF_EXPERT}w2",
     }
-
-    @classmethod
-    def read(cls, file: ConfigFile) -> dict[str, Any]:
-        return file.fields() | {"routing": routing_of(file, EXPERTS, normalised=True)}
-
-    def written(self) -> dict[str, Any]:
-        routing = written_routing(self.routing, EXPERTS[0])
-        return super().written() | {name: value for name, value in routing.items() if name != "norm_topk_prob"}
 
 
 def _published(shape: Shape, positions: int) -> MixtralConfig:

@@ -7,15 +7,13 @@ Models of experts have one that every token has, beside those that it is given t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import FULL, ConfigFile, Dialect
+from cheetah.models.config_json import FULL, ConfigFile, Dialect, ExpertFields
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import AttentionKind, DeltaNet, LayerKind, Norms, Routing
 from cheetah.models.rope import Rope
-from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
 from cheetah.printable import shown
 
 LINEAR = "linear_attention"
@@ -41,8 +39,8 @@ _DRAFTER = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 _READS = frozenset(
     {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "layer_types", INTERVAL, *SIZES.values()}
 )
-_READS_OF_EXPERTS = frozenset(
-    {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
+_FIELDS_OF_EXPERTS = ExpertFields(
+    ("num_experts",), width="moe_intermediate_size", shared="shared_expert_intermediate_size"
 )
 _EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
@@ -66,27 +64,13 @@ class HybridConfig(ModelConfig):
                 f"linear_num_value_heads = {delta.value_heads} is not a multiple of linear_num_key_heads = "
                 f"{delta.key_heads}"
             )
-        fields = file.fields() | {"delta": delta, "delta_layers": _delta_layers(file)}
-        if "num_experts" not in cls.dialect.reads:
-            return fields
-        routing = replace(
-            routing_of(file, ("num_experts",), normalised=True), shared=file.count("shared_expert_intermediate_size")
-        )
-        return fields | {"intermediate_size": file.count("moe_intermediate_size"), "routing": routing}
+        return super().read(file) | {"delta": delta, "delta_layers": _delta_layers(file)}
 
     def written(self) -> dict[str, Any]:
         types = [LINEAR if layer in self.delta_layers else FULL for layer in range(self.layers)]
         sizes = {name: getattr(self.delta, field) for field, name in SIZES.items()}
-        return super().written() | {"layer_types": types} | sizes | self._written_experts
-
-    @property
-    def _written_experts(self) -> dict[str, Any]:
-        if self.routing is None:
-            return {}
-        return written_routing(self.routing, "num_experts") | {
-            "moe_intermediate_size": self.intermediate_size,
-            "shared_expert_intermediate_size": self.routing.shared,
-        }
+        flags = {} if self.routing is None else {"norm_topk_prob": self.routing.normalised}
+        return super().written() | {"layer_types": types} | sizes | flags
 
 
 class Qwen35Config(HybridConfig):
@@ -113,8 +97,9 @@ class Qwen35MoeConfig(HybridConfig):
         | {"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2}
         | {"num_experts": 256, **_EXPERTS},
         neutral=_NEUTRAL,
-        ignored=_DRAFTER | NOT_FOR_INFERENCE,
-        reads=_READS | _READS_OF_EXPERTS,
+        ignored=_DRAFTER,
+        reads=_READS,
+        experts=_FIELDS_OF_EXPERTS,
     )
 
 
@@ -128,8 +113,9 @@ class Qwen3NextConfig(HybridConfig):
         | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48}
         | {"num_key_value_heads": 2, "num_experts": 512, **_EXPERTS, "num_experts_per_tok": 10},
         neutral=_NEUTRAL,
-        ignored=_DRAFTER | NOT_FOR_INFERENCE,
-        reads=_READS | _READS_OF_EXPERTS,
+        ignored=_DRAFTER,
+        reads=_READS,
+        experts=_FIELDS_OF_EXPERTS,
     )
     by_key_heads = True
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ConfigFile, Dialect
+from cheetah.models.config_json import Dialect, ExpertFields
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import AttentionKind, LayerKind, Routing
 from cheetah.models.rope import Rope
-from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
-
-EXPERTS = ("num_experts", "num_local_experts")
-"""The count's field as transformers 4 and 5 call it."""
 
 
 class Qwen3MoeConfig(ModelConfig):
@@ -27,22 +21,10 @@ class Qwen3MoeConfig(ModelConfig):
             **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
         },
         neutral={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-        ignored=frozenset({"sliding_window", "max_window_layers"}) | NOT_FOR_INFERENCE,
-        reads=frozenset({*EXPERTS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"}),
+        ignored=frozenset({"sliding_window", "max_window_layers"}),
+        experts=ExpertFields(normalised=None, width="moe_intermediate_size"),
     )
     layer = LayerKind(attention=AttentionKind(head_norms="each"))
-
-    @classmethod
-    def read(cls, file: ConfigFile) -> dict[str, Any]:
-        routing = routing_of(file, EXPERTS, file.flag("norm_topk_prob"))
-        return file.fields() | {"intermediate_size": file.count("moe_intermediate_size"), "routing": routing}
-
-    def written(self) -> dict[str, Any]:
-        return (
-            super().written()
-            | written_routing(self.routing, EXPERTS[0])
-            | {"moe_intermediate_size": self.intermediate_size}
-        )
 
 
 def _published(hidden: int, width: int, layers: int, heads: int, theta: float, positions: int) -> Qwen3MoeConfig:
