@@ -274,6 +274,6 @@ def _of_steps(
         step_bytes={
             "weights": matrices.read_bytes(config.shape.experts, plan.batch),
             "kv_per_token": _kv_bytes_per_token(config, gpu, plan),
-            **({} if (heads := config.shape.delta) is None else {"state": 4 * heads.state_words}),
+            **({} if (heads := config.shape.of_rank(gpu.ranks).delta) is None else {"state": 4 * heads.state_words}),
         },
     )

@@ -61,7 +61,7 @@ def check(
 
     named = named_config(config, revision)
     print_notes(named.notes)
-    subject, shown = subject_of(named, plan), console()
+    subject, shown = subject_of(named, plan, tensor_parallel_size), console()
     _require(gpu, chosen := tuple(schedulers.split(",")))
     gpu = together(gpu_named(gpu), tensor_parallel_size).name
     is_right, features = True, set[str]()
@@ -76,11 +76,11 @@ def check(
         raise typer.Exit(FOUND)
 
 
-def subject_of(named: NamedConfig, plan: dict[str, Any]) -> Subject:
+def subject_of(named: NamedConfig, plan: dict[str, Any], ranks: int = 1) -> Subject:
     """What is checked of a model, by these options of the plan."""
     from cheetah.tools.subjects import Subject
 
-    checked, tensors, kind = _model_of(named)
+    checked, tensors, kind = _model_of(named, ranks)
     options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
     blocks = NARROW_BLOCKS if _is_narrow(named.config) and checked is not named.config else None
     return Subject(kind, checked, tensors, options, blocks=blocks)
@@ -108,8 +108,8 @@ def _features(features: set[str], missing: set[str]) -> str:
     )
 
 
-def shrunk(config: ModelConfig) -> ModelConfig:
-    """A small model of the same kind."""
+def shrunk(config: ModelConfig, ranks: int = 1) -> ModelConfig:
+    """A small model of the same kind, whose heads so many ranks can share."""
     from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
     from cheetah.tools.subjects import sized
 
@@ -117,9 +117,9 @@ def shrunk(config: ModelConfig) -> ModelConfig:
     if _is_narrow(config):
         sizes["intermediate_size"] = NARROW_FFN
     if not _has_narrow_router(config):
-        return sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
+        return sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS), ranks=ranks)
     sizes["hidden_size"] = LEAST_COLUMNS_EMULATED
-    small = sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
+    small = sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS), ranks=ranks)
     assert small.routing is not None
     return replace(small, routing=replace(small.routing, experts=NARROW_EXPERTS))
 
@@ -148,7 +148,7 @@ def _cut(size: int, largest: int) -> int:
     return size if size <= largest else largest + size % 32
 
 
-def _model_of(named: NamedConfig) -> tuple[ModelConfig, Tensors, str]:
+def _model_of(named: NamedConfig, ranks: int) -> tuple[ModelConfig, Tensors, str]:
     """(what is checked, its tensors, what that is in words)."""
     from cheetah.models.registry import DEMO
     from cheetah.runtime.checkpoint.loading import open_checkpoint
@@ -156,7 +156,7 @@ def _model_of(named: NamedConfig) -> tuple[ModelConfig, Tensors, str]:
 
     if named.canonical == DEMO:
         return named.config, open_checkpoint(DEMO).tensor, "the whole model"
-    small = shrunk(named.config)
+    small = shrunk(named.config, ranks)
     heads = f"{small.query_heads} query and {small.kv_heads} KV heads of {small.head_dim}"
     sizes = f"hidden {small.hidden_size}, ffn {small.intermediate_size}, vocab {small.vocab_size}"
     kind = f"shrunk to {small.layers} layers, {heads}, {sizes}; random weights"

@@ -6,10 +6,11 @@ is COLUMNS columns of the matrix of each value head that belongs to one key head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.index import round_up
+from cheetah.plan.world import Rank
 
 DIMS = 128
 """Elements of a query, a key or a value."""
@@ -46,6 +47,13 @@ class DeltaHeads:
                 f"{MOST_SHARED} value heads for each"
             )
 
+    def of_rank(self, size: int) -> DeltaHeads:
+        """What one of `size` GPUs has of them: key heads with their value heads. PlanError where they cannot be dealt
+        evenly."""
+        if self.key_heads % size:
+            raise PlanError(f"{self.key_heads} key heads of Gated DeltaNet cannot be dealt evenly to {size} GPUs")
+        return replace(self, key_heads=self.key_heads // size, value_heads=self.value_heads // size)
+
     def is_among(self, layers: int) -> bool:
         """Whether they are some of so many layers, but not all."""
         return 0 < len(self.layers) < layers and all(0 <= layer < layers for layer in self.layers)
@@ -69,6 +77,12 @@ class DeltaHeads:
     def channels(self) -> int:
         """Rows of queries, keys and values."""
         return 2 * self.key_rows + self.value_rows
+
+    def channels_of(self, rank: Rank) -> tuple[range, ...]:
+        """Which of the channels a rank has: its queries, keys and values."""
+        keys, values = rank.part(self.key_rows), rank.part(self.value_rows)
+        parts = (0, keys), (self.key_rows, keys), (2 * self.key_rows, values)
+        return tuple(range(first + part.start, first + part.stop) for first, part in parts)
 
     @property
     def z_row(self) -> int:

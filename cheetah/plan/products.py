@@ -227,9 +227,11 @@ class Product(Phase):
 
     @property
     def is_own(self) -> bool:
-        """Whether each of several GPUs makes what it needs of the output by itself: heads are its own, and the logits
-        of experts are all, since bringing them from others takes longer than reading so few rows."""
-        return self.order is RowOrder.HEADS or (self.output is not None and self.output.is_words)
+        """Whether each of several GPUs makes what it needs of the output by itself: heads are its own, also those of
+        Gated DeltaNet, and the logits of experts are all, since bringing them from others takes longer than reading so
+        few rows."""
+        is_of_heads = self.order is RowOrder.HEADS or self.name in (IN_PROJ, IN_PROJ_BA)
+        return is_of_heads or (self.output is not None and self.output.is_words)
 
     def in_turn(self, parts: int) -> tuple[int, int]:
         """Where the input comes in so many parts: of those that its vector has how many are in shared memory at once,

@@ -242,7 +242,8 @@ class Report:
 
     def _delta_share(self, phase: DeltaPhase) -> PhaseShare:
         """What each block reads of the sequences' states."""
-        heads, split = phase.heads, Split(phase.heads.shares, self.gpu.blocks)
+        heads = phase.heads.of_rank(self.gpu.ranks)
+        split = Split(heads.shares, self.gpu.blocks)
         share_bytes = heads.share_words * 4 * self.plan.batch
         shares = tuple(split.count(block) * share_bytes for block in range(self.gpu.blocks))
         return PhaseShare(phase.name, shares, len(heads.layers))

@@ -140,11 +140,10 @@ class ModelShape:
     def of_rank(self, size: int) -> ModelShape:
         """What one of `size` GPUs has of the model: its KV heads, with their query heads and their cache. Of fewer KV
         heads than GPUs each is on several of these. PlanError where they do not share them evenly."""
-        if size > 1 and (self.gated_heads or self.delta is not None):
-            raise PlanError(f"gated heads and Gated DeltaNet on {size} GPUs are not supported")
         if self.heads % size or self.kv_heads % size and size % self.kv_heads:
             raise PlanError(f"{self.heads} heads with {self.kv_heads} KV heads cannot be dealt evenly to {size} GPUs")
-        return replace(self, heads=self.heads // size, kv_heads=max(1, self.kv_heads // size))
+        delta = None if self.delta is None else self.delta.of_rank(size)
+        return replace(self, heads=self.heads // size, kv_heads=max(1, self.kv_heads // size), delta=delta)
 
     @property
     def table(self) -> StepTable:

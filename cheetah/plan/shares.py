@@ -9,7 +9,7 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import RANKS, Gpu
 from cheetah.plan.index import ceil_div
 from cheetah.plan.narrow import residual_tile_rows
-from cheetah.plan.products import Product, RowOrder
+from cheetah.plan.products import Product
 from cheetah.plan.shape import ModelShape
 
 
@@ -42,8 +42,6 @@ def rows_of_rank(product: Product, shape: ModelShape, tile_rows: int, ranks: int
     """Rows that a rank has, the last one with those that fill the last M-tiles of the head."""
     if ranks == 1:
         return product.rows
-    if product.order is RowOrder.HEADS:
-        return shape.of_rank(ranks).qkv_rows
     if product.is_own:
-        return product.rows
+        return shape.of_rank(ranks).table.named(product.name).rows
     return ceil_div(ceil_div(product.rows, tile_rows), ranks) * tile_rows

@@ -208,15 +208,19 @@ class Session:
         """What sequences remember in layers of Gated DeltaNet, u32 [states, layers, shares, words], if they do."""
         if "states" not in self.buffers:
             return np.zeros(0, np.uint32)
-        return np.asarray(self.buffers["states"].download(np.uint32, self.rig.manifest.buffer("states").shape))
+        shape = self.rig.manifest.buffer("states").shape
+        parts = [part.download(np.uint32, shape) for part in buffers_of_ranks(self.buffers["states"])]
+        return np.concatenate(parts, axis=2)
 
     def remembered_by(self, cache: CachedSequence) -> NDArray[np.uint32]:
         """What a sequence remembers, u32 [layers, shares, words]; nothing where it has no state."""
         return self.states()[cache.state].copy() if cache.state is not None else np.zeros(0, np.uint32)
 
     def remember(self, state: int, words: NDArray[np.uint32]) -> None:
-        """Makes these the words of a state."""
-        self.buffers["states"].upload(words, state * words.nbytes)
+        """Makes these [layers, shares, words] the words of a state; each rank has its heads' shares."""
+        parts = buffers_of_ranks(self.buffers["states"])
+        for part, own in zip(parts, np.split(words, len(parts), axis=1), strict=True):
+            part.upload(np.ascontiguousarray(own), state * own.nbytes)
 
     def words_of(self, name: str) -> list[NDArray[np.uint16]]:
         """A buffer's words of 16 bits, as every rank has them."""

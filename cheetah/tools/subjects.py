@@ -79,7 +79,7 @@ def kv_scales_of(config: ModelConfig) -> F32:
 def awkward_subject(config: ModelConfig, plan: Mapping[str, Any], layers: int = 1, ranks: int = 1) -> Subject:
     """The awkward small model of the same kind as `config`. Of one layer where it makes steps: its hidden vector is
     read by the head alone."""
-    small = sized(config, dealt(AWKWARD, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)), layers)
+    small = sized(config, dealt(AWKWARD, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)), layers, ranks)
     fields = {"page_size": 5, "stages": 4, **_several(plan, 4), **plan}
     return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields, True)
 
@@ -93,7 +93,7 @@ def many_tokens_subject(
         config.group * kv_heads * config.head_dim % (2 * BF16.columns)
     ):
         kv_heads += ranks
-    small = sized(config, sizes, kv_heads)
+    small = sized(config, sizes, kv_heads, ranks=ranks)
     small = small if len(small.kinds) > 1 else replace(small, sliding_window=WINDOW)
     several = {} if "batch" in plan else {"batch": 2, "tokens": 32}
     fields = {"page_size": 16, "kv_chunk": KV_TILE_TOKENS, **several, **plan}
@@ -103,7 +103,8 @@ def many_tokens_subject(
 def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
     """One whose blocks meet at the grid barrier (those of several ranks do not), with a cache in 8 bits and more items
     than a block keeps."""
-    small = sized(config, dealt(BEHIND_BARRIER, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)))
+    kv_heads = max(ranks, min(config.kv_heads, MOST_KV_HEADS))
+    small = sized(config, dealt(BEHIND_BARRIER, ranks), kv_heads, ranks=ranks)
     fields: dict[str, Any] = {
         "sync": "barrier" if ranks == 1 else "flags",
         "kv_dtype": "bf16" if config.delta_layers else "e4m3",
@@ -124,7 +125,8 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
 
 def drafting_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
     """One whose kernel verifies drafts, with items of a few tiles of keys."""
-    small = sized(config, dealt(MANY_TOKENS, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)))
+    kv_heads = max(ranks, min(config.kv_heads, MOST_KV_HEADS))
+    small = sized(config, dealt(MANY_TOKENS, ranks), kv_heads, ranks=ranks)
     tokens = next(size for size in STEP_TOKENS if size > plan["drafts"])
     fields = {"batch": min(2, tokens), "tokens": tokens, "kv_chunk": 2 * KV_TILE_TOKENS, "stages": 5, **plan}
     return Subject(_named("one that verifies drafts", small), small, random_tensors(small), fields, True)
@@ -133,7 +135,7 @@ def drafting_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 
 def tapped_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
     """One whose kernels keep what all layers but the last leave, with rows that are padded."""
     kv_heads = max(ranks, min(config.kv_heads, MOST_KV_HEADS))
-    small = sized(config, dealt(AWKWARD, ranks), kv_heads, TAPPED_LAYERS)
+    small = sized(config, dealt(AWKWARD, ranks), kv_heads, TAPPED_LAYERS, ranks)
     taps = ",".join(map(str, range(small.layers - 1)))
     fields = {"page_size": 5, "stages": 4, "batch": 2, "tokens": 4, **plan, "taps": taps}
     named = _named("one that keeps hidden states", small)
@@ -151,7 +153,9 @@ def fused_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
     return Subject(named, small, random_tensors(small), fields, True)
 
 
-def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:
+def sized(
+    config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS, ranks: int = 1
+) -> ModelConfig:
     """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay, and of each kind
     of layer there is one, and one more of the first. Windows are shorter than the contexts that are looked at."""
     firsts = sorted(config.kind_of_layer.index(kind) for kind in range(len(config.kinds)))
@@ -170,19 +174,22 @@ def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: 
     if config.sliding_window is not None:
         fields["sliding_window"] = min(config.sliding_window, WINDOW)
     if config.delta is not None and config.delta_layers:
-        return _sized_hybrid(config, config.delta, chosen, fields)
+        return _sized_hybrid(config, config.delta, chosen, fields, ranks)
     return replace(config, kv_heads=kv_heads, query_heads=kv_heads * config.group, **fields)
 
 
-def _sized_hybrid(config: ModelConfig, delta: DeltaNet, chosen: Sequence[int], fields: dict[str, Any]) -> ModelConfig:
+def _sized_hybrid(
+    config: ModelConfig, delta: DeltaNet, chosen: Sequence[int], fields: dict[str, Any], ranks: int
+) -> ModelConfig:
     """With as many value heads on a key head, and as few of both as rows of attention's heads are: so many of these
-    read one key, two or more."""
+    read one key, two or more; for each of so many ranks."""
     shared = delta.value_heads // delta.key_heads
     group = next(count for count in range(2, 9) if count * config.head_dim % (shared * DIMS) == 0)
-    value_heads = group * config.head_dim // DIMS
+    value_heads = ranks * group * config.head_dim // DIMS
     few = replace(delta, key_heads=value_heads // shared, value_heads=value_heads)
     delta_layers = tuple(number for number, layer in enumerate(chosen) if layer in config.delta_layers)
-    return replace(config, kv_heads=1, query_heads=group, delta=few, delta_layers=delta_layers, **fields)
+    heads: dict[str, Any] = {"kv_heads": ranks, "query_heads": ranks * group}
+    return replace(config, **heads, delta=few, delta_layers=delta_layers, **fields)
 
 
 def dealt(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

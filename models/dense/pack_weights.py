@@ -57,6 +57,7 @@ from cheetah.models.rounding import Bits, round_f16
 from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, PieceRing
 from cheetah.plan import MatrixLayout, StepMatrices
+from cheetah.plan.delta import DIMS
 from cheetah.plan.formats import BlockRows, QuantizedTiles
 from cheetah.plan.products import Product
 from cheetah.plan.world import Rank
@@ -201,7 +202,7 @@ class _Source:
         if config.act_order:
             yield _places_piece(config, self.rows)
         if config.delta_layers:
-            yield from _delta_pieces(config, tensor)
+            yield from _delta_pieces(config, tensor, self.rank)
         if self.is_fused:
             yield from _router_pieces(config, tensor)
         if config.block is not None:
@@ -295,18 +296,22 @@ def _norms_behind_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     return _rows_piece("norms_behind", vector_shapes(config)["norms_behind"], rows, config.hidden_size)
 
 
-def _delta_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
-    """What layers of Gated DeltaNet have beside their matrices."""
-    shapes = vector_shapes(config)
+def _delta_pieces(config: ModelConfig, tensor: ReadTensor, rank: Rank) -> Iterator[Piece]:
+    """What layers of Gated DeltaNet have beside their matrices, of a rank's heads."""
+    shapes, heads = vector_shapes(config, rank.size), config.shape.delta
+    assert heads is not None
+    channels = np.concatenate([np.array(part) for part in heads.channels_of(rank)])
+    own = np.array(rank.part(heads.value_heads))
+    numbers_of_rank = np.concatenate([own, heads.value_heads + own, 2 * heads.value_heads + np.arange(DIMS)])
 
     def make_taps(memory: Bytes) -> None:
         for layer, taps in zip(config.delta_layers, memory.view(np.uint16).reshape(shapes[DELTA_TAPS]), strict=True):
-            taps[:] = tensor(TAPS_TENSOR.format(layer=layer))[:, 0]
+            taps[:] = tensor(TAPS_TENSOR.format(layer=layer))[channels, 0]
 
     def make_numbers(memory: Bytes) -> None:
         rows = memory.view(np.float32).reshape(shapes[DELTA_NUMBERS])
         for layer, numbers in zip(config.delta_layers, rows, strict=True):
-            numbers[:] = layer_numbers(layer, tensor)
+            numbers[:] = layer_numbers(layer, tensor)[numbers_of_rank]
 
     for name, make in ((DELTA_TAPS, make_taps), (DELTA_NUMBERS, make_numbers)):
         yield Piece(name, 0, math.prod(shapes[name]) * vector_element_bytes(name), (make,))

@@ -185,6 +185,8 @@ class PassSizes:
     def _check_model(self) -> None:
         if self.config.drafter is not None:
             raise PlanError("a pass begins with embeddings: a head that drafts reads prompts in steps")
+        if self.shape.delta is not None and self.gpu.ranks > 1:
+            raise PlanError("passes over layers of Gated DeltaNet are one GPU's: several read prompts in steps")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
         if self.shape.experts is not None:

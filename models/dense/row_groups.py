@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -201,10 +201,7 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     product = product_of(config, matrix)
     parts = _parts(config, product)
     if product.order is RowOrder.GROUPS:
-        groups = [_plain_groups(part) for part in parts]
-        if sum(len(first) for _, first, _ in groups) % 2:
-            groups[-1] = _plain_groups(parts[-1], GROUP_ROWS * (len(groups[-1][0]) + 1))
-        return _joined(groups)
+        return _of_plain_parts(parts)
     if product.order is RowOrder.HEADS:
         orders = [config.rotary_order, config.rotary_order, None, None][: len(parts)]
         return _joined([_head_groups(part, config.head_dim, order) for part, order in zip(parts, orders, strict=True)])
@@ -227,10 +224,30 @@ def rank_groups(config: ModelConfig, layout: MatrixLayout, rank: Rank) -> RowGro
     product = product_of(config, layout.name)
     if product.order is RowOrder.HEADS:
         return whole.chosen(_groups_of_heads(config, rank))
+    if product.name in DELTA_ONLY:
+        return _of_plain_parts([*_delta_parts(config, product, rank)])
     if product.is_own:
         return whole
     count = layout.m_tiles * layout.tile_rows // GROUP_ROWS
     return whole.chosen(range(rank.number * count, (rank.number + 1) * count))
+
+
+def _of_plain_parts(parts: Sequence[_Part]) -> RowGroups:
+    """Rows of parts, each in groups of its own, up to whole M-tiles."""
+    groups = [_plain_groups(part) for part in parts]
+    if sum(len(first) for _, first, _ in groups) % 2:
+        groups[-1] = _plain_groups(parts[-1], GROUP_ROWS * (len(groups[-1][0]) + 1))
+    return _joined(groups)
+
+
+def _delta_parts(config: ModelConfig, product: Product, rank: Rank) -> Iterator[_Part]:
+    """What a rank's heads have of the rows of a product of Gated DeltaNet."""
+    heads = config.shape.delta
+    assert heads is not None
+    for part in _parts(config, product):
+        is_mixed = part.rows == heads.channels
+        for own in heads.channels_of(rank) if is_mixed else (rank.part(part.rows),):
+            yield replace(part, first=part.first + own.start, rows=len(own))
 
 
 def _groups_of_heads(config: ModelConfig, rank: Rank) -> NDArray[np.int64]:
@@ -238,7 +255,8 @@ def _groups_of_heads(config: ModelConfig, rank: Rank) -> NDArray[np.int64]:
     of_head = config.head_dim // GROUP_ROWS
     queries, kv = rank.part(config.query_heads), rank.part(config.kv_heads)
     keys, values = (config.query_heads + np.array(kv) + count for count in (0, config.kv_heads))
-    heads = np.concatenate([np.array(queries), keys, values])
+    gates = config.query_heads + 2 * config.kv_heads + np.array(queries)
+    heads = np.concatenate([np.array(queries), keys, values, *([gates] if config.layer.attention.gated else [])])
     return (heads[:, None] * of_head + np.arange(of_head)).reshape(-1)
 
 

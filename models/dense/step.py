@@ -76,7 +76,7 @@ from cheetah.models.dense.step_sizes import (
     router_row_elements,
 )
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.delta import TAPS
+from cheetah.plan.delta import TAPS, DeltaHeads
 from cheetah.plan.k_parts import k_parts, parts_vector
 from cheetah.plan.products import IN_PROJ, ROUTES, SHARED_UP, Product, Vector
 
@@ -118,12 +118,12 @@ class StepParts(HeadParts):
 
     def _memory(self) -> DeltaMemory | None:
         """What layers of Gated DeltaNet remember, where there are some."""
-        phase, launch = self.table.delta_phase, self.launch
-        if phase is None:
+        heads, launch = self.machine.shape.delta, self.launch
+        if heads is None:
             return None
         parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots, launch.delta_records]
         given = DeltaParameters(*(one for one in parameters if one is not None))
-        return DeltaMemory(self.columns, phase.heads, given, self.timeline)
+        return DeltaMemory(self.columns, heads, given, self.timeline)
 
     def _experts(self) -> ExpertProducts | None:
         """The products of experts, where layers have some."""
@@ -321,8 +321,16 @@ class StepParts(HeadParts):
         assert into is not None
         prologue = self._input(product.input, self.layer_epoch - 1, self.places(product, layer))
         self.linear(
-            self.matrices[product], prologue, PublishedPairs(self.vector(into), into.elements, line.product.rows)
+            *(self.matrices[product], prologue),
+            PublishedPairs(self.vector(into), self._own_delta.mixed_rows, self._own_delta.b_row),
         )
+
+    @property
+    def _own_delta(self) -> DeltaHeads:
+        """The rank's heads of Gated DeltaNet."""
+        heads = self.machine.shape.delta
+        assert heads is not None
+        return heads
 
     def _multiply_parts(
         self, vector: str, parts: int, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue
@@ -472,7 +480,7 @@ class StepParts(HeadParts):
             return ProjectedHeads(self.projection, layer, self.layer_epoch)
         if isinstance(line.then, Mixed):
             assert product.output is not None
-            return PublishedPairs(self.vector(product.output), product.output.elements)
+            return PublishedPairs(self.vector(product.output), self._own_delta.mixed_rows)
         if isinstance(line.then, Kept):
             assert product.output is not None
             return KeepRows(self.machine, self.squares_of(product.output, self.layer_epoch))

@@ -27,6 +27,9 @@ from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, DeltaPhase, Pr
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
 from cheetah.plan.world import world_of
 
+_OF_HEADS = (AttentionPhase, DeltaPhase)
+"""Phases that read what a rank's own heads make."""
+
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
     """How the KV plans of a launch are encoded: the same of all ranks, over the KV heads of each."""
@@ -35,11 +38,12 @@ def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Payload words of each exchanged vector; the inputs of products with the padding of their matrix."""
-    table, sizes = shape.table, dict[str, int]()
+    table, of_rank, sizes = shape.table, shape.of_rank(gpu.ranks).table, dict[str, int]()
+    of_heads = (phase.input for phase in (*of_rank.delta, *of_rank.layer) if isinstance(phase, _OF_HEADS))
+    own = {vector.name: vector for vector in of_heads}
     for phase in (*table.delta, *table.layer):
         if not (phase.input.is_kept or phase.input.is_given):
-            own = shape.of_rank(gpu.ranks).table.attention.input if isinstance(phase, AttentionPhase) else phase.input
-            sizes[phase.input.name] = _words_of(table, own, plan)
+            sizes[phase.input.name] = _words_of(table, own.get(phase.input.name, phase.input), plan)
         if isinstance(phase, AttentionPhase):
             partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
             sizes[phase.partials] = partial_rows * (shape.head_dim + LSE_WORDS)
@@ -165,7 +169,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "phases": len(phase_names(config, plan)),
         "router_row": router_row_elements(shape),
         **_bias_rows(shape),
-        **_delta_sizes(shape, plan),
+        **_delta_sizes(rank, plan),
         **dict(zip(("ordered_inputs", "longest_input"), places_shape(config), strict=True)),
     }
 

@@ -365,7 +365,7 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
         shapes["norms_behind"] = (config.layers, len(BEHIND), config.padded_hidden)
     if config.act_order:
         shapes["places"] = places_shape(config)
-    if (heads := config.shape.delta) is not None:
+    if (heads := config.shape.of_rank(ranks).delta) is not None:
         shapes[DELTA_TAPS] = (len(heads.layers), heads.channels, TAPS)
         shapes[DELTA_NUMBERS] = (len(heads.layers), heads.numbers)
     if config.block is not None:

@@ -19,12 +19,14 @@ from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.gemma import Gemma2Config
 from cheetah.models.gpt_oss import GptOssConfig
-from cheetah.models.layer_kind import ClampedGate, Routing
+from cheetah.models.layer_kind import ClampedGate, DeltaNet, Routing
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.olmo import Olmo3Config
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.qwen3_5 import Qwen35Config, Qwen35MoeConfig
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
+from cheetah.models.rope import Rope
 from cheetah.package import Generated
 from cheetah.plan import PlanError
 from cheetah.runtime import LLM, SamplingParams
@@ -190,6 +192,12 @@ def family(name: str, **more: Any) -> ModelConfig:
     return families[name](**{**SIZES, **more})
 
 
+def hybrid(kind: type[ModelConfig], heads: DeltaNet, **more: Any) -> ModelConfig:
+    """Two layers, of which the first remembers."""
+    sizes = {**SIZES, "query_heads": 2 * heads.value_heads, "kv_heads": 2, **more}
+    return kind(**sizes, rope=Rope(partial_rotary_factor=0.25), delta=heads, delta_layers=(0,))
+
+
 FAMILIES = {
     "biases": (family("qwen2"), {}),
     "norms of heads, a cache in 8 bits": (family("qwen3"), {"kv_dtype": "e4m3"}),
@@ -200,6 +208,11 @@ FAMILIES = {
     ),
     "several columns": (family("llama"), {"tokens": 8, "batch": 2}),
     "narrow M-tiles": (family("llama", hidden_size=192, query_heads=8), {}),
+    "Gated DeltaNet, three value heads a key head": (hybrid(Qwen35Config, DeltaNet(2, 6)), {}),
+    "Gated DeltaNet, experts, one of which all tokens have": (
+        hybrid(Qwen35MoeConfig, DeltaNet(2, 2), routing=Routing(5, 2, shared=64)),
+        {"tokens": 2, "batch": 2, "consumer_warps": 2},
+    ),
     "experts": (Qwen3MoeConfig(**SIZES, routing=Routing(9, 3)), {"tokens": 4, "batch": 2}),
     "experts with biases, sinks": (
         GptOssConfig(
@@ -212,7 +225,10 @@ FAMILIES = {
         {"tokens": 4, "batch": 2},
     ),
 }
-ALWAYS_TRIED = ("norms behind and over all heads, two windows", "experts with biases, sinks")
+ALWAYS_TRIED = (
+    *("norms behind and over all heads, two windows", "experts with biases, sinks"),
+    "Gated DeltaNet, experts, one of which all tokens have",
+)
 
 
 @pytest.mark.parametrize("name", tiered(FAMILIES, [name for name in FAMILIES if name not in ALWAYS_TRIED]))
@@ -306,6 +322,10 @@ def test_so_are_those_of_an_llm_that_drafts(folder: Path) -> None:
 def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(folder: Path) -> None:
     with pytest.raises(PlanError, match="norms over all heads add up each key head once, and 4 are on 8 GPUs"):
         assembled(Olmo3Config(**SIZES), 8)
+    with pytest.raises(
+        PlanError, match="2 key heads of Gated DeltaNet cannot be dealt evenly to 4 GPUs: use one of 1, 2"
+    ):
+        assembled(hybrid(Qwen35Config, DeltaNet(2, 6)), 4)
     with pytest.raises(PlanError, match="4 M-tiles of o cannot be dealt evenly to 8 GPUs: use one of 1, 2, 4"):
         assembled(LlamaConfig(**SIZES), 8)
     with pytest.raises(PlanError, match="sync is 'barrier' with 2 GPUs"):

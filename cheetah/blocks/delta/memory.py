@@ -427,13 +427,18 @@ class DeltaMemory:
                 sums[place] = sums[place] + prim.shuffle_xor_f32(sums[place], mask)
         return sums
 
+    def _of_all(self, value_head: Any) -> Any:
+        """The number of a value head among those of all ranks."""
+        machine = self.machine
+        return value_head if machine.world.size == 1 else value_head + machine.rank * self.heads.value_heads
+
     @ch.function
     def _publish(self, share: _Share, column: ch.Expr, makes: Published, squares: Published) -> None:
         """The share's columns of each head, times the norm's weights and the gates, and the sums of their squares."""
         machine, heads = self.machine, self.heads
         made, count = machine.region("delta_made", ty.f32), heads.shared * COLUMNS
         with ch.if_(machine.thread < heads.shared * PAIRS):
-            value_head = share.key_head * heads.shared + machine.thread // PAIRS
+            value_head = self._of_all(share.key_head * heads.shared + machine.thread // PAIRS)
             element = value_head * DIMS + share.part * COLUMNS + machine.thread % PAIRS * 2
             pair = prim.pack_bf16x2(made[machine.thread * 2], made[machine.thread * 2 + 1])
             makes.publish(fragment_word(element, column, self.columns.limit), pair)
@@ -442,5 +447,6 @@ class DeltaMemory:
             total = ch.var(ty.f32, 0.0)
             for index in range(COLUMNS):
                 total += made[head * COLUMNS + (count + index)]
-            place = (column * heads.value_heads + share.key_head * heads.shared + head) * PARTS + share.part
+            all_heads = machine.world.size * heads.value_heads
+            place = self._of_all(column * all_heads + share.key_head * heads.shared + head) * PARTS + share.part
             squares.publish(place, prim.float_bits(total))
