@@ -99,8 +99,8 @@ BUGS = (
     _Bug(
         "rows of b and a over the last gates",
         "../models/dense/step.py",
-        "PublishedPairs(self.vector(into), into.elements, line.product.rows)",
-        "PublishedPairs(self.vector(into), into.elements, line.product.rows - 16)",
+        "self._own_delta.b_row),",
+        "self._own_delta.b_row - 16),",
         model=QUANTISED,
     ),
 )
