@@ -46,13 +46,14 @@ def rig_of(
     cut_tokens: int = 0,
     warpgroups: int = 1,
     given: Any = None,
+    sanitize: bool = False,
 ) -> PassRig:
     plan = PassPlan(tokens=96, tile_tokens=16, warpgroups=warpgroups, stages=3, cut_tokens=cut_tokens, key_tile=16)
     if config.routing is not None and cut_tokens:
         plan = replace(plan, weights_warps=3)
     stages = {"page_size": 16, "kv_chunk": 0 if cut_tokens else 64, "stage_bytes": 8192}
     blocks, given = 13 if cut_tokens else 3, given or weights(config)
-    return PassRig(config, blocks=blocks, pass_plan=plan, bugs=bugs, weights=given, **stages)
+    return PassRig(config, blocks=blocks, pass_plan=plan, bugs=bugs, weights=given, sanitize=sanitize, **stages)
 
 
 @cache
@@ -213,6 +214,12 @@ def test_a_product_that_is_cut_makes_nearly_the_same(model: str) -> None:
     session, right = read(cut, {0: 13}, scheduler="random", seed=2), read(whole, {0: 13})
     found, same = (memories(words(one, one.caches[0].state or 0)) for one in (session, right))
     assert far(found, same) < STATES_TOLERANCE
+
+
+@pytest.mark.exhaustive
+def test_no_races_are_found_where_choices_and_sums_share_memory() -> None:
+    found = read(rig_of(ROUTED, sanitize=True), {1: 5, 0: 16}, {0: 4}, scheduler="random", seed=4)
+    assert left_by(found) == alone(ROUTED, 20)
 
 
 BUGS_OF_DELTA = {
