@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,28 +17,19 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.activations import ACTIVATIONS, logistic, relu2, silu
-from cheetah.models.dense.delta import DeltaState, DeltaWeights, delta_step
+from cheetah.models.dense.delta import DeltaState, delta_step
+from cheetah.models.dense.layer_weights import AttentionWeights, Layer, LayerTensors, as_multiplied, norm_multiplier
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
-    HEAD_NORMS,
-    SINKS,
-    bias_tensors,
-    biases_of,
     head_tensor,
-    matrix_tensors,
-    norms_before,
-    norms_behind,
     tensor_shapes,
 )
 from cheetah.models.family import Tensors
-from cheetah.models.formats import format_named
-from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, PositionScale, Routing
+from cheetah.models.layer_kind import AttentionKind, ClampedGate, PositionScale, Routing
 from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
-from cheetah.plan.formats import BF16
-from cheetah.plan.products import ROUTER, SHARED_DOWN, SHARED_UP, Product
 
 
 def embedding(table: F32, token: int) -> F32:
@@ -185,41 +176,6 @@ def head(weight: F32, x: F32) -> F32:
     return matvec(weight, x)
 
 
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Those of a layer's attention. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
-    sinks: a logit for every query head (None: none). o_bias: of o (0: none). gate: rows as q's (None: none). q and k
-    have the rows of each head in the kernel's order (`ModelConfig.rotary_order`)."""
-
-    biases: tuple[F32 | float, ...]
-    head_norms: tuple[F32 | None, ...]
-    q: F32
-    k: F32
-    v: F32
-    o: F32
-    sinks: F32 | None = None
-    o_bias: F32 | float = 0.0
-    gate: F32 | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's weights in float32. before, behind: the norms before and behind attention, then feed-forward (None:
-    none). Weights of norms are what is multiplied with. experts: gate, up and down of each; a single one without a
-    router. router_bias, expert_biases: of the router, of gate, up and down of each expert (0: none). shared: gate, up
-    and down of the expert that every token has, and the row [1, h] by which it is weighed (none: ())."""
-
-    kind: LayerKind
-    mixer: AttentionWeights | DeltaWeights
-    before: tuple[F32 | None, ...]
-    behind: tuple[F32 | None, ...]
-    experts: tuple[tuple[F32, ...], ...]
-    router: F32 | None = None
-    router_bias: F32 | float = 0.0
-    expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
-    shared: tuple[F32, ...] = ()
-
-
 class Reference:
     """The whole model with its KV cache, one sequence.
 
@@ -261,8 +217,8 @@ class Reference:
         self.max_context = max_context or config.max_position_embeddings
         self.kv_scales = np.ones((config.layers, 2, config.kv_heads), np.float32) if kv_scales is None else kv_scales
         self.embedding = weight(EMBEDDING)
-        self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
-        self.norm = _multiplier(config, weight(FINAL_NORM))
+        self.layers = [LayerTensors(config, layer, weight).read() for layer in range(config.layers)]
+        self.norm = norm_multiplier(config, weight(FINAL_NORM))
         head_weight = self.embedding if config.tied_embeddings else weight(head_tensor(config))
         self.head = as_multiplied(config, config.table.head.name, head_weight)
         self.reset()
@@ -462,94 +418,3 @@ class Reference:
         empty = self._new_cache(room)
         self.keys = np.concatenate([self.keys, empty], axis=2)
         self.values = np.concatenate([self.values, empty], axis=2)
-
-
-def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Layer:
-    def of_layer(names: Iterable[str]) -> list[F32]:
-        return [weight(name.format(layer=layer)) for name in names]
-
-    table, order = config.table, config.rotary_order
-
-    def of(matrix: str, expert: int) -> list[F32]:
-        names = matrix_tensors(config, matrix, layer, expert)
-        return [as_multiplied(config, matrix, weight(name)) for name in names]
-
-    def parts(product: Product, expert: int = 0) -> list[F32]:
-        tensors, ends = of(product.name, expert), np.cumsum([source.rows for source in product.sources])[:-1]
-        if product.name in config.interleaved:
-            return [tensors[0][number :: len(product.sources)] for number in range(len(product.sources))]
-        return np.split(tensors[0], ends) if product.name in config.fused else tensors
-
-    def turned(rows: F32) -> F32:
-        """Rows of heads, or one number each, in the order of the kernel's heads."""
-        return rows.reshape(-1, config.head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
-
-    def norms(names: Mapping[str, str], products: Iterable[str]) -> tuple[F32 | None, ...]:
-        found = [names.get(product) for product in products]
-        return tuple(None if name is None else _multiplier(config, weight(name.format(layer=layer))) for name in found)
-
-    heads, onto, gate_up, down = table.heads, table.onto_residual[0], table.named("gate_up"), table.sliced
-    choosing = [table.named(ROUTER)] if table.experts is not None else []
-    count = 1 if table.experts is None else table.experts.count
-    experts = tuple((*parts(gate_up, expert), *parts(down, expert)) for expert in range(count))
-    routers = parts(choosing[0]) if choosing else []
-    router, shared = routers[0] if routers else None, routers[1:]
-    if shared:
-        shared = [*parts(table.named(SHARED_UP)), *parts(table.named(SHARED_DOWN)), *shared]
-    router_bias: F32 | float = 0.0
-    expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
-    if config.has_expert_biases:
-        (router_bias,) = map(weight, biases_of(config, choosing[0], layer))
-        expert_biases = tuple(
-            (
-                *_biases_of_sources(config, gate_up, layer, expert, weight),
-                weight(biases_of(config, down, layer, expert)[0]),
-            )
-            for expert in range(count)
-        )
-
-    def attention() -> AttentionWeights:
-        (q, k, v), (o,) = parts(heads), parts(onto)
-        gate: F32 | None = None
-        if config.layer.attention.gated:  # behind each head's query
-            q, gate = (
-                np.ascontiguousarray(part).reshape(config.query_rows, -1)
-                for part in np.split(q.reshape(config.query_heads, 2 * config.head_dim, -1), 2, axis=1)
-            )
-        biases: tuple[F32 | float, ...] = (0.0,) * 3
-        if config.has_biases:
-            bias_q, bias_k, bias_v = of_layer(bias_tensors(config))
-            biases = turned(bias_q), turned(bias_k), bias_v
-        o_bias: F32 | float = 0.0
-        if config.has_out_biases:
-            (o_bias,) = map(weight, biases_of(config, onto, layer))
-        head_norms: tuple[F32 | None, ...] = (None, None)
-        if config.head_norms is not None:
-            head_norms = tuple(turned(_multiplier(config, one)) for one in of_layer(HEAD_NORMS))
-        sinks = of_layer([SINKS])[0] if config.has_sinks else None
-        return AttentionWeights(biases, head_norms, turned(q), turned(k), v, o, sinks, o_bias, gate)
-
-    before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
-    kind = config.layer_kinds[layer]
-    mixer = attention() if kind.delta is None else DeltaWeights.of_layer(kind.delta, layer, weight)
-    return Layer(kind, mixer, before, behind, experts, router, router_bias, expert_biases, tuple(shared))
-
-
-def _biases_of_sources(
-    config: ModelConfig, product: Product, layer: int, expert: int, weight: Callable[[str], F32]
-) -> tuple[F32, ...]:
-    """Of gate and up."""
-    found = [weight(name) for name in biases_of(config, product, layer, expert)]
-    if product.name in config.interleaved:
-        return tuple(found[0][number :: len(product.sources)] for number in range(len(product.sources)))
-    return tuple(found)
-
-
-def _multiplier(config: ModelConfig, weight: F32) -> F32:
-    """What a norm with this weight multiplies by."""
-    return 1 + weight if config.norms.plus_one else weight
-
-
-def as_multiplied(config: ModelConfig, matrix: str, weight: F32) -> F32:
-    """A tensor of a matrix as its weight format keeps it."""
-    return format_named(dict(config.weight_formats).get(matrix, BF16.name)).meaning(weight)
