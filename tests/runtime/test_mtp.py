@@ -25,6 +25,7 @@ from cheetah.models.registry import drafter_beside, family_of
 from cheetah.runtime.checkpoint.drafters import open_mtp
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.step_time import StepTime
 from tests.models.meaning_of_heads import MtpReference
 from tests.program.test_hybrids import hybrid, weights
 from tests.runtime.test_draft_head import Meaning, as_meant, drafts_of_rounds
@@ -159,7 +160,14 @@ def test_it_drafts_what_it_means_where_experts_are(
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_the_same_answers_in_company_and_where_pages_run_out(llm: LLM, folder: Path) -> None:
+def test_the_same_answers_in_company_and_where_pages_run_out(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches are of as many steps, whatever they took: on a busy host prompts were read in parts so short that pages
+    were enough."""
+    monkeypatch.setattr("cheetah.runtime.engine.scheduler.LAUNCH_SECONDS", 1e9)
+    monkeypatch.setattr(StepTime, "step_s", 0.05)
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time.max_steps))
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "ignore_eos": True},
         {"temperature": 0.8, "seed": 3, "n": 2, "ignore_eos": True},
