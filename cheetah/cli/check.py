@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 EPILOG = "Example: cheetah check llama-3.1-8b --seeds 10 --sync barrier"
 SCHEDULERS = "round_robin,random,priority"
 FOUND = 1
+ONE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
+"""Of numpy, whose threads wait for one another by spinning: the references' products are small, and two processes work
+already. To choose prompts for the passes of qwen3-30b-a3b took 9.2 s of a busy host with two threads, 1.0 with one."""
 GPU = "h200"
 """Whose plan of the model is to have nothing that none of the small models' has."""
 
@@ -56,6 +60,7 @@ def check(
     The demo model is checked as it is; of any other, a smaller one of the same kind with random weights. Before it come
     small models of its kind with awkward sizes and other plans.
     """
+    os.environ.setdefault(*ONE_THREAD)  # before numpy is loaded
     from cheetah.plan.gpu import gpu_named, together
     from cheetah.tools.check import check_model
 

@@ -50,6 +50,8 @@ Progress = Callable[[str], None]
 
 TOGETHER = 2
 """Processes: launches of one process go one after the other. One at a time where the next may never be wanted."""
+OFTEN = 2
+"""Schedules from which on to optimise a text takes less time than it saves."""
 EARLY = 1
 """So many subjects are begun before those of the race detector, whose runs are the longest pieces of work."""
 
@@ -66,8 +68,10 @@ CUT_SIZES: tuple[dict[str, int], ...] = (
     {},
     {"intermediate_size": 512},
     {"intermediate_size": 1024},
+    {"hidden_size": 1024},
 )
-"""Of models whose passes over few tokens are looked at; other formats are cut at other sizes."""
+"""Of models whose passes over few tokens are looked at; other formats are cut at other sizes, and beside experts what
+reads hidden vectors may be all that is cut."""
 RACE_GPU, CUT_GPU = "emulator-2", "emulator-8"
 """The race detector is slow: two blocks are all that it gets. Of passes over few tokens, products are cut where there
 are more blocks than tiles."""
@@ -201,7 +205,8 @@ def pieces(subject: Subject, gpu: str, sanitizer: bool = True, only: str = "") -
 
 
 def _explored_aloud(case: Case, seeds: int, schedulers: Sequence[str], first: bool, say: Progress) -> Verdict:
-    return explored(case, case.launches(watched=True), seeds, schedulers, first, say)
+    often = not first and seeds * len(schedulers) >= OFTEN
+    return explored(case, case.launches(watched=True, often=often), seeds, schedulers, first, say)
 
 
 def _raced_aloud(case: Case, say: Progress) -> Verdict:

@@ -23,9 +23,9 @@ from cheetah.runtime.device.group import buffers_of_ranks
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.engine.prompt_passes import columns_of
+from cheetah.tools.decided import NEAR, decided_ids
 from cheetah.tools.judged_steps import (
     LEAST_TOLERANCE,
-    NEAR,
     STATES_ALLOWANCE,
     Agreement,
     layers_with_keys,
@@ -50,40 +50,7 @@ than what channels are mixed of."""
 NAMES = ("first", "second")
 JUDGED = 2
 """Last tokens of each prompt whose logits are looked at."""
-TRIED_IDS, SURE = 60, 0.2
-"""Of prompts' tokens in models of experts: so many are drawn, until one's choices are no nearer in any layer, in
-standard deviations of a router's logits, and the surest is taken. Keys in 8 bits move those more than rounding to bf16
-does."""
-
 Bits = NDArray[Any]
-
-
-def decided_ids(references: Sequence[Any], draw: np.random.Generator, length: int) -> list[int]:
-    """A prompt of which rounding decides no token's experts, as far as can be, by references that round and do not:
-    another choice would say nothing of the kernels, but behind it all numbers are others."""
-    found: list[int] = []
-    for reference in references:
-        reference.reset()
-    while len(found) < length:
-        best, surest = 0, -1.0
-        for id_ in map(int, draw.integers(0, references[0].config.vocab_size, TRIED_IDS)):
-            sure = min(_nearness_behind(reference, id_) for reference in references)
-            if sure > surest:
-                best, surest = id_, sure
-            if sure > SURE:
-                break
-        found.append(best)
-        for reference in references:
-            reference.hidden_state(best)
-    return found
-
-
-def _nearness_behind(reference: Any, id_: int) -> float:
-    """How near another choice is for a token behind the reference's sequence, which stays as it is."""
-    reference.hidden_state(id_)
-    nearness = float(reference.nearness[-1])
-    reference.forget_last()
-    return nearness
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ The device lays traps (see `JudgingDevice`): where a kernel may not look there i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from cheetah.models.sampling import adjusted, gumbel_noise, kept
 from cheetah.runtime.engine.launcher import LaunchFault
 from cheetah.runtime.engine.request_rows import bias_of, mask_of
 from cheetah.runtime.engine.watching import MASK_BITS
+from cheetah.tools.decided import NEAR, decided_id, drawn_ids
 from cheetah.tools.judging_device import KernelFault, Pace, judging
 from cheetah.tools.published import Comparison, Filled, Launched, LaunchedSequence, Texts, Token
 from cheetah.tools.remembered import words_of_states, wrong_states
@@ -42,8 +45,8 @@ OF_A_FAULT = 0.05
 """Allowed of what is exchanged where a launch ended wrongly, so that no logits say what rounding does."""
 MOST_CACHED = 0.2
 """The same where the logits are right."""
-NEAR = 0.05
-"""Standard deviations of a router's logits: choices that are nearer may turn out otherwise in bf16."""
+SURE = 2 * NEAR
+"""That of tokens which are given, beside layers that remember."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,11 @@ class JudgedSteps:
         exact_one, rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         self.course = Course(rig, is_of_several)
         self._states: dict[tuple[int, int], Any] = {}
-        for begun, reference in ((self.reference, exact_one), (self.rounded, rounded)):
-            self._read_filling(begun, reference)
+        self._read_filling((exact_one, rounded))
         if self.config.delta_layers:
             self.course.remembered = self._remembered
+        if self._must_decide:
+            self.course.instead = cache(self._decided_behind)
         filled = np.stack([rounded.keys, rounded.values], axis=1)[:, :, :, : self.course.context]
         self._with_keys = layers_with_keys(self.config)
         self.course.filled = filled[self._with_keys]
@@ -106,13 +110,34 @@ class JudgedSteps:
             for one, filled in ((self.reference, exact_one), (self.rounded, rounded))
         }
 
-    def _read_filling(self, begun: Reference, reference: Reference) -> None:
-        """By one that another stands beside; what is remembered is kept where caches are filled so far."""
+    @property
+    def _must_decide(self) -> bool:
+        """Whether a choice of experts that rounding decides would be remembered."""
+        return self.config.routing is not None and bool(self.config.delta_layers)
+
+    def _read_filling(self, references: Sequence[Reference]) -> None:
+        """By those that others stand beside; what is remembered is kept where caches are filled so far."""
         wanted = self.course.filled_lengths if self.config.delta_layers else set()
-        for length, token in enumerate(self.course.filling, 1):
-            reference.step(token)
-            if length in wanted:
-                self._states[id(begun), length] = reference.states
+        self.course.filling = tuple(self._read(references, self.course.filling, wanted))
+
+    def _read(
+        self, references: Sequence[Reference], ids: Sequence[int], wanted: AbstractSet[int] = frozenset()
+    ) -> Iterator[int]:
+        """The tokens that references read: these, or such as are decided where they must be."""
+        draw = np.random.default_rng(len(ids))
+        for length, token in enumerate(ids, 1):
+            if self._must_decide:
+                token = decided_id(references, chain((token,), drawn_ids(references[0], draw)), SURE)
+            for begun, reference in zip((self.reference, self.rounded), references, strict=True):
+                reference.hidden_state(token)
+                if length in wanted:
+                    self._states[id(begun), length] = reference.states
+            yield token
+
+    def _decided_behind(self, filled: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Such tokens in the place of these, behind the filling's first ones."""
+        references = [self._beginning(reference, filled) for reference in (self.reference, self.rounded)]
+        return tuple(self._read(references, ids))
 
     def _remembered(self, filled: int, ids: Sequence[int]) -> NDArray[np.uint32]:
         """What a state holds behind some of the filling's tokens, and others."""
@@ -180,19 +205,21 @@ class JudgedSteps:
                 )
             else:
                 problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed), is_decided)
-                problems += self._wrong_state(one) if is_decided.all() else ()
+                states = self._wrong_states(one) if is_decided.all() else ()
+                problems += (f"{one.place}: all logits are right, but {state}" for state in states)
         problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
         every = np.concatenate(errors)
         return Agreement(int(np.concatenate(decided).sum()), float(every.max()), allowed, tuple(problems))
 
     def _decided(self, scored: Scored) -> NDArray[np.bool_]:
         """Whether the choices of experts behind each position's logits stay what they are if numbers are rounded: else
-        the kernel may choose others, and it only has to give numbers. Behind `logits_by`."""
+        the kernel may choose others, and it only has to give numbers: there, and behind it where that is remembered.
+        Behind `logits_by`."""
         count, is_number = len(scored.ids), np.isfinite(scored.found).all(axis=-1)
         both = (self._begun(reference, scored) for reference in (self.reference, self.rounded))
         nearest = np.minimum(*(np.array(one.nearness[-count:]) for one in both))
         decided: NDArray[np.bool_] = (nearest > NEAR) | ~is_number
-        return decided
+        return np.logical_and.accumulate(decided) if self._must_decide else decided
 
     def _begun(self, reference: Reference, scored: Scored) -> Reference:
         """The one that goes on where a launch did."""
@@ -212,21 +239,22 @@ class JudgedSteps:
             what = f"layer {layer}'s {('keys', 'values')[kind]} of position {scored.cached + position}"
             yield f"{scored.place}: all logits are right, but what is cached as {what} is not"
 
-    def _wrong_state(self, scored: Scored) -> Iterator[str]:
-        """What a sequence remembers behind a launch with right logits, if that is not what later ones begin with."""
+    def _wrong_states(self, scored: Scored) -> Iterator[str]:
+        """What a sequence remembers behind a launch, if that is not what later ones begin with."""
         heads = self.config.shape.delta
         if heads is None or scored.state is None:
             return
         for reference in (self.reference, self.rounded):
             self.logits_by(reference, scored)
         exact, rounded = (self._begun(reference, scored).states for reference in (self.reference, self.rounded))
-        for wrong in wrong_states(heads, scored.state, exact, rounded, STATES_ALLOWANCE):
-            yield f"{scored.place}: all logits are right, but {wrong}"
+        yield from wrong_states(heads, scored.state, exact, rounded, STATES_ALLOWANCE)
 
     def _first_off(self, found: Transcript, scored: Scored, number: int, allowed: float) -> str:
-        """What is off first of the numbers that led to a position's logits."""
+        """What is off first of the numbers that led to a position's logits; where sequences remember, what they do."""
         if off := self.first_off(found.asked, allowed):
             return off
+        if self.config.delta_layers:
+            return next(self._wrong_states(scored), "what is remembered of them is right")
         token, numbers = self._first_logit(scored, number)
         head = self.config.table.head.name
         return f"first off: phase {head}: what it was given is right, of token {token} the logit is {numbers}"

@@ -17,7 +17,8 @@ from cheetah.models.rounding import F32, exact, round_to_bf16
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Part, Sampling
 from cheetah.runtime.engine.launches import KernelLaunches, LaunchResult
-from cheetah.tools.judged_passes import FIRST, REST, SECOND, decided_ids
+from cheetah.tools.decided import decided_ids
+from cheetah.tools.judged_passes import FIRST, REST, SECOND
 from cheetah.tools.judged_steps import (
     LEAST_TOLERANCE,
     TOLERANCE_FACTOR,

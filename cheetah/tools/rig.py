@@ -59,11 +59,13 @@ def weights_of(config: ModelConfig, tensors: Tensors, kv_scales: F32 | None = No
     return GivenWeights(config, read, getattr(tensors, "rows", None), kv_scales)
 
 
-def compiled(made: Generated, *, sanitize: bool = False, watched: bool = False) -> EmulatorKernel:
+def compiled(made: Generated, *, sanitize: bool = False, watched: bool = False, often: bool = False) -> EmulatorKernel:
     """A kernel for the emulator, see `compile_program`. CheetahError where the text is not the manifest's."""
     made.manifest.check_text(made.text)
     parameters = [(parameter.name, parameter.ctype) for parameter in made.manifest.parameters]
-    program = compile_program(made.text, made.manifest.kernel, parameters, sanitize=sanitize, watched=watched)
+    program = compile_program(
+        made.text, made.manifest.kernel, parameters, sanitize=sanitize, watched=watched, often=often
+    )
     return EmulatorKernel(made.manifest, program)
 
 

@@ -80,7 +80,8 @@ class Course:
 
     is_of_several: see `CourseRun`. filled: the filling's keys and values [layers, 2, kv_heads, context, head_dim], of
     layers with attention. remembered: what a state holds behind so many of the filling's tokens and some others, where
-    sequences have states: these cannot go back.
+    sequences have states: these cannot go back. instead: what is given in the place of some tokens, behind so many of
+    the filling's.
     """
 
     def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
@@ -95,6 +96,7 @@ class Course:
         self.page_order = [int(page) for page in draw.permutation(rig.plan.kv_pages)]
         self.filled: F32 = np.zeros(0, np.float32)
         self.remembered: Callable[[int, Sequence[int]], NDArray[np.uint32]] | None = None
+        self.instead: Callable[[int, tuple[int, ...]], tuple[int, ...]] = lambda filled, ids: ids
 
     @property
     def filled_lengths(self) -> set[int]:
@@ -169,14 +171,16 @@ class CourseRun:
     def _across_a_split(self) -> None:
         course, launcher = self.course, self.session.launcher
         cached = self._fill(launcher.cache, course.split)
-        self._note("given tokens behind a filled cache", cached, course.teacher, self.session.score(course.teacher))
-        launcher.launch(course.teacher[-1:], 2, Sampling())
+        given = course.instead(cached, course.teacher)
+        self._note("given tokens behind a filled cache", cached, given, self.session.score(given))
+        launcher.launch(given[-1:], 2, Sampling())
         launcher.restart()
 
     def _one_sequence(self) -> None:
         course, launcher = self.course, self.session.launcher
         hot = Sampling(TEMPERATURE, SAMPLING_SEED)
-        prompted = launcher.launch(course.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
+        prompt = course.instead(0, course.prompt)
+        prompted = launcher.launch(prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
         remembered = self._state(launcher.cache)
         drawn = launcher.launch(prompted[-1:], 3, hot).token_ids
         launcher.cache.length -= len(drawn)
@@ -189,7 +193,7 @@ class CourseRun:
             )
         continued = launcher.launch(stopped[-1:], 2, Sampling()).token_ids
         launcher.restart()
-        ids = (*course.prompt, *prompted, *stopped, *continued)
+        ids = (*prompt, *prompted, *stopped, *continued)
         logits = self.session.score(ids)
         self._note("one sequence, a token a step", 0, ids, logits)
         position = PROMPT_TOKENS
@@ -205,21 +209,22 @@ class CourseRun:
     def _long_prompt(self) -> None:
         course, launcher = self.course, self.session.launcher
         cached = self._fill(launcher.cache, course.context - len(course.long))
-        launcher.make_room(launcher.cache, len(course.long))
+        long = course.instead(cached, course.long)
+        launcher.make_room(launcher.cache, len(long))
         before = self.session.cached()
-        logits = self.session.score(course.long, self.plan.tokens)
+        logits = self.session.score(long, self.plan.tokens)
         self._require_unchanged(before, range(cached, course.context))
-        self._note("a prompt, several tokens a step, to the context's end", cached, course.long, logits)
+        self._note("a prompt, several tokens a step, to the context's end", cached, long, logits)
         launcher.restart()
         if course.remembered is not None:
             self._fill(launcher.cache, cached)
-            few = course.long[: self.plan.tokens - 1]
+            few = long[: self.plan.tokens - 1]
             logits_of_few = self.session.score(few, self.plan.tokens)
             self._note("fewer tokens than a step has room for", cached, few, logits_of_few)
             launcher.restart()
         if self.plan.kv_chunk and self.plan.tokens > 2:
             self._fill(launcher.cache, cached)
-            self._require_same(logits, self.session.score(course.long, self.plan.tokens - 1))
+            self._require_same(logits, self.session.score(long, self.plan.tokens - 1))
             launcher.restart()
 
     def _require_same(self, logits: F32, others: F32) -> None:
@@ -246,7 +251,10 @@ class CourseRun:
         if self.plan.tokens > self.plan.batch > 1:
             self._shares_of_columns()
         caches = self._several()
-        ids = [course.filling[: TOGETHER_STEPS + number][-TOGETHER_STEPS:] for number in range(len(caches))]
+        ids = [
+            course.instead(length, course.filling[: TOGETHER_STEPS + number][-TOGETHER_STEPS:])
+            for number, length in enumerate(course.lengths)
+        ]
         for number, logits in enumerate(session.score_together(ids, caches)):
             place = f"sequence {number} of {len(caches)} in a step"
             self._note(place, course.lengths[number], ids[number], logits, caches[number])
@@ -348,10 +356,13 @@ class CourseRun:
         course, session = self.course, self.session
         shares = [self.plan.tokens - self.plan.batch, *[1] * (self.plan.batch - 1)]
         caches, steps = [session.sequence() for _ in shares], 2
-        ids = [course.filling[7 : 7 + steps * share] for share in shares]
         for cache, length in zip(caches, reversed(course.lengths), strict=True):
             self._fill(cache, min(length, course.context - steps * shares[0]))
         lengths = [cache.length for cache in caches]
+        ids = [
+            course.instead(length, course.filling[7 : 7 + steps * share])
+            for length, share in zip(lengths, shares, strict=True)
+        ]
         parts = [
             Part(cache, tokens, len(tokens), per_step=share)
             for cache, tokens, share in zip(caches, ids, shares, strict=True)

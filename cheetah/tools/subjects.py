@@ -34,6 +34,7 @@ from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tens
 from cheetah.tools.rig import GivenWeights, weights_of
 
 MOST_LAYERS, MOST_KV_HEADS, TAPPED_LAYERS = 2, 2, 3
+MOST_EXPERTS, MOST_CHOSEN = 11, 3
 AWKWARD = {"hidden_size": 72, "intermediate_size": 296, "vocab_size": 148}
 MANY_TOKENS = {"hidden_size": 144, "intermediate_size": 320, "vocab_size": 100}
 BEHIND_BARRIER = {"hidden_size": 136, "intermediate_size": 424, "vocab_size": 90}
@@ -79,7 +80,9 @@ def kv_scales_of(config: ModelConfig) -> F32:
 def awkward_subject(config: ModelConfig, plan: Mapping[str, Any], layers: int = 1, ranks: int = 1) -> Subject:
     """The awkward small model of the same kind as `config`. Of one layer where it makes steps: its hidden vector is
     read by the head alone."""
-    small = sized(config, dealt(AWKWARD, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)), layers, ranks)
+    small = sized(
+        config, _sizes_of(config, AWKWARD, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)), layers, ranks
+    )
     fields = {"page_size": 5, "stages": 4, **_several(plan, 4), **plan}
     return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields, True)
 
@@ -88,7 +91,7 @@ def many_tokens_subject(
     config: ModelConfig, plan: Mapping[str, Any], sizes: Mapping[str, int] = MANY_TOKENS, ranks: int = 1
 ) -> Subject:
     """One whose steps take many tokens, with narrow M-tiles and a window."""
-    kv_heads, sizes = ranks, dealt(sizes, ranks)
+    kv_heads, sizes = ranks, _sizes_of(config, sizes, ranks)
     while config.group * kv_heads * config.head_dim < LEAST_COLUMNS_EMULATED or (
         config.group * kv_heads * config.head_dim % (2 * BF16.columns)
     ):
@@ -104,7 +107,7 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
     """One whose blocks meet at the grid barrier (those of several ranks do not), with a cache in 8 bits and more items
     than a block keeps."""
     kv_heads = max(ranks, min(config.kv_heads, MOST_KV_HEADS))
-    small = sized(config, dealt(BEHIND_BARRIER, ranks), kv_heads, ranks=ranks)
+    small = sized(config, _sizes_of(config, BEHIND_BARRIER, ranks), kv_heads, ranks=ranks)
     fields: dict[str, Any] = {
         "sync": "barrier" if ranks == 1 else "flags",
         "kv_dtype": "bf16" if config.delta_layers else "e4m3",
@@ -126,7 +129,7 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
 def drafting_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
     """One whose kernel verifies drafts, with items of a few tiles of keys."""
     kv_heads = max(ranks, min(config.kv_heads, MOST_KV_HEADS))
-    small = sized(config, dealt(MANY_TOKENS, ranks), kv_heads, ranks=ranks)
+    small = sized(config, _sizes_of(config, MANY_TOKENS, ranks), kv_heads, ranks=ranks)
     tokens = next(size for size in STEP_TOKENS if size > plan["drafts"])
     fields = {"batch": min(2, tokens), "tokens": tokens, "kv_chunk": 2 * KV_TILE_TOKENS, "stages": 5, **plan}
     return Subject(_named("one that verifies drafts", small), small, random_tensors(small), fields, True)
@@ -168,9 +171,14 @@ def sized(
             number for number, layer in enumerate(chosen) if layer in config.unrotated_layers
         )
     if config.routing is not None:
-        few = replace(config.routing, experts=min(config.routing.experts, 11), chosen=min(config.routing.chosen, 3))
-        width = fields.get("intermediate_size", config.intermediate_size)
-        fields |= {"routing": few, "intermediate_size": round_up(width, VECTOR_COLUMNS)}
+        few = replace(
+            config.routing,
+            experts=min(config.routing.experts, MOST_EXPERTS),
+            chosen=min(config.routing.chosen, MOST_CHOSEN),
+        )
+        width = round_up(fields.get("intermediate_size", config.intermediate_size), VECTOR_COLUMNS)
+        few = replace(few, shared=min(few.shared, width + VECTOR_COLUMNS))
+        fields |= {"routing": few, "intermediate_size": width}
     if config.sliding_window is not None:
         fields["sliding_window"] = min(config.sliding_window, WINDOW)
     if config.delta is not None and config.delta_layers:
@@ -190,6 +198,16 @@ def _sized_hybrid(
     delta_layers = tuple(number for number, layer in enumerate(chosen) if layer in config.delta_layers)
     heads: dict[str, Any] = {"kv_heads": ranks, "query_heads": ranks * group}
     return replace(config, **heads, delta=few, delta_layers=delta_layers, **fields)
+
+
+def _sizes_of(config: ModelConfig, sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Sizes of a subject: a token's experts are together about as wide as other models are, as in the published ones.
+    Steps of several tokens read nearly all experts."""
+    found = dict(sizes)
+    if config.routing is not None:
+        chosen = min(config.routing.chosen, MOST_CHOSEN)
+        found["intermediate_size"] = found["intermediate_size"] // chosen
+    return dealt(found, ranks)
 
 
 def dealt(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -38,6 +38,7 @@ WHERE = {
     "an awkward small model": "awkward",
     "one of many tokens": "many tokens",
     "one behind the grid barrier": "barrier",
+    "one that verifies drafts": "drafts",
 }
 HOW = {"Deadlock": "a deadlock", "Misuse": "misuse", "Race": "a race", "different output": "other bits"}
 
@@ -76,12 +77,17 @@ def read_with(bug: SourceBug) -> None:
         del sys.modules[name]
 
 
-def of_model(model: str) -> Subject:
-    """What is checked of a model by default. Its modules are read where they have been forgotten."""
+def options_of(bug: SourceBug) -> dict[str, Any]:
+    """Of the plan."""
+    return {"drafts": bug.drafts} if bug.drafts else {}
+
+
+def checked_for(bug: SourceBug) -> Subject:
+    """What is checked of its model by default. Its modules are read where they have been forgotten."""
     from cheetah.cli.check import subject_of as subject_of_now
     from cheetah.cli.configs import named_config as named_now
 
-    return subject_of_now(named_now(model), {})
+    return subject_of_now(named_now(bug.model), options_of(bug))
 
 
 def wrongly_made(bug: SourceBug, place: int, say: Callable[[str], None]) -> tuple[Generated, ...]:
@@ -90,7 +96,7 @@ def wrongly_made(bug: SourceBug, place: int, say: Callable[[str], None]) -> tupl
     from cheetah.tools.check import made_by as made_now
     from cheetah.tools.check import pieces as pieces_now
 
-    maker, _ = pieces_now(of_model(bug.model), GPU)[place]
+    maker, _ = pieces_now(checked_for(bug), GPU)[place]
     return next(made_now(maker)).made
 
 
@@ -100,7 +106,7 @@ def alone(bug: SourceBug, say: Callable[[str], None]) -> Finding:
     from cheetah.tools import check
 
     try:
-        for maker, is_raced in sorted(check.pieces(of_model(bug.model), GPU), key=lambda piece: piece[1]):
+        for maker, is_raced in sorted(check.pieces(checked_for(bug), GPU), key=lambda piece: piece[1]):
             for case in check.made_by(maker):
                 launches = case.launches(**{"sanitize" if is_raced else "watched": True})
                 looked = partial(check.raced, case) if is_raced else partial(check.explored, case, first=True)
@@ -122,10 +128,10 @@ def results(works: Iterable[Callable[[Callable[[str], None]], Any]]) -> Iterator
 
 
 class Looking:
-    """For bugs in one model's kernels."""
+    """For bugs in one model's kernels, which verify as many drafts."""
 
-    def __init__(self, model: str, bugs: Sequence[SourceBug]) -> None:
-        self.pieces = pieces(subject_of(named_config(model), {}), GPU)
+    def __init__(self, bugs: Sequence[SourceBug]) -> None:
+        self.pieces = pieces(subject_of(named_config(bugs[0].model), options_of(bugs[0])), GPU)
         self.alone = [bug for bug in bugs if bug.path.startswith(ALONE)]
         self.left = [bug for bug in bugs if bug not in self.alone]
         self.planted = set[str]()
@@ -193,9 +199,9 @@ class Looking:
 
 def found_of(bugs: Sequence[SourceBug]) -> Iterator[Finding]:
     """What is found of each."""
-    for model in dict.fromkeys(bug.model for bug in bugs):
+    for model, drafts in dict.fromkeys((bug.model, bug.drafts) for bug in bugs):
         try:
-            yield from Looking(model, [bug for bug in bugs if bug.model == model]).findings()
+            yield from Looking([bug for bug in bugs if (bug.model, bug.drafts) == (model, drafts)]).findings()
         except Exception:
             traceback.print_exc()
 

@@ -26,7 +26,7 @@ from cheetah.models.registry import family_of, preset
 from cheetah.models.rounding import as_bf16, exact, round_to_bf16, widen
 from cheetah.plan import PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan, default_pass_plan, pass_plan_for, pass_tokens
-from cheetah.tools.judged_passes import decided_ids
+from cheetah.tools.decided import decided_ids
 from tests.models.goldens.families import LOGITS, tokens_of
 from tests.program.joined import chosen
 from tests.program.quantized_weights import QuantizedWeights

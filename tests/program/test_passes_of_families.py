@@ -21,7 +21,7 @@ from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Request
-from cheetah.tools.judged_passes import decided_ids
+from cheetah.tools.decided import decided_ids
 from tests.program.answers import Record, Service
 from tests.program.kinds import KINDS
 from tests.program.layer_kinds import sandwich, ungated

@@ -11,7 +11,7 @@ SOURCES = Path(__file__).parents[3] / "cheetah"
 @dataclass(frozen=True)
 class SourceBug:
     """right: text of the module at `path`, which stands there once; wrong: what stands there instead. model: whose
-    kernels have it. harmless: why nothing can go wrong; missed: why the check misses it."""
+    kernels have it; drafts: that they verify. harmless: why nothing can go wrong; missed: why the check misses it."""
 
     kind: str
     name: str
@@ -19,6 +19,7 @@ class SourceBug:
     right: str
     wrong: str
     model: str = "demo"
+    drafts: int = 0
     harmless: str = ""
     missed: str = ""
 
