@@ -39,7 +39,8 @@ class Drafter:
     residual stream begins with what the norm before attention makes. norm_output: the next token that it drafts takes
     what the last norm makes, not the residual stream. joins_residual: in every step, of tokens that it drafts too, the
     residual is the sum of two products, of the token's embedding behind a norm and of a state behind another; else it
-    is made of what layers of the other model leave alone, and a token is added to queries, keys and values.
+    is made of what layers of the other model leave alone, and a token is added to queries, keys and values. Such a head
+    is the model's, and knows all tokens by their numbers; of others `token_ids` says which a row stands for.
     """
 
     layers: tuple[int, ...]

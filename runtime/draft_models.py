@@ -129,7 +129,7 @@ def drafting_model(made: Assembly) -> DraftModel:
     if "features" in drafts.buffers:
         store = FeatureStore(drafts.buffers["features"], drafts.manifest.buffer("features").shape)
         _copy_beside(made, store.copy_pages)
-        return DraftHead(drafts.launcher, alone, store, rounds)
+        return DraftHead(drafts.launcher, alone, store, rounds, knows_all="token_ids" not in drafts.buffers)
     return DraftModel(drafts.launcher, alone, drafts.passes, rounds)
 
 

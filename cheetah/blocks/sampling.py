@@ -86,8 +86,10 @@ class Sampler:
         self.exchange, self.vocab, self.timeline = exchange, ch.named("VOCAB", vocab), timeline
         self.adjustments, self.filters, self.host = adjustments, filters, host
         self.token_ids: ch.Expr | None = None
-        """Of a head that drafts: which tokens its rows stand for. It has no first token, so a column's position is that
-        of the token before its own."""
+        """Of a head that drafts: which tokens its rows stand for; None: they are all."""
+        self.ahead = 1
+        """How far behind a column's position the token is that is chosen: 2 of a head that drafts, which has no first
+        token, so that a column's position is that of the token before its own."""
 
     @property
     def places(self) -> int:
@@ -117,7 +119,7 @@ class Sampler:
         temperature = prim.bits_float(columns.state(rows.column, TEMPERATURE))
         with ch.if_(temperature > 0.0):
             seed = ty.u64(columns.state(rows.column, SEED_HIGH)) << 32 | ty.u64(columns.state(rows.column, SEED_LOW))
-            position = columns.state(rows.column, POSITION) + (1 if self.token_ids is None else 2)
+            position = columns.state(rows.column, POSITION) + self.ahead
             scaled = prim.divide_f32(candidate, temperature)
             candidate.set(scaled + gumbel(token, position, seed))
             if self.filters is not None:

@@ -55,7 +55,7 @@ class DraftingParts(StepParts):
         super().__init__(config, machine, launch)
         self.drafter = config.drafter
         self.features = Features(self.columns, launch, len(self.drafter.layers))
-        self.sampler.token_ids = launch.token_ids
+        self.sampler.ahead, self.sampler.token_ids = 2, launch.token_ids
 
     @ch.inline
     def end_step(self, step: Any) -> None:

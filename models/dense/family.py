@@ -115,7 +115,8 @@ class DrafterFamily(DenseFamily):
     """What one is made of that drafts by hidden states of another model."""
 
     def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
-        return (*super().model_buffers(config), TOKEN_IDS)
+        knows_all = config.drafter is not None and config.drafter.joins_residual
+        return super().model_buffers(config) if knows_all else (*super().model_buffers(config), TOKEN_IDS)
 
     def reference(self, config: ModelConfig, *arguments: Any, **keywords: Any) -> NoReturn:
         raise NotImplementedError("what drafts means something beside hidden states alone")

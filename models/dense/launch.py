@@ -255,8 +255,8 @@ class Launch(ModelLaunch):
         lambda config, plan: config.drafter is not None,
         *(ty.ptr(ty.u32), "first step in which no column has features", 1),
     )
-    token_ids: Expr = optional_field(
-        lambda config, plan: config.drafter is not None,
+    token_ids: Expr | None = optional_field(
+        lambda config, plan: config.drafter is not None and not config.drafter.joins_residual,
         *(ty.ptr(ty.u32), "which token each row of the head stands for", "head_rows"),
     )
     state_norm: Expr = optional_field(

@@ -21,7 +21,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, Dialect
 from cheetah.models.dense import weights
 from cheetah.models.dense.family import DrafterFamily
-from cheetah.models.dense.token_rows import Columns, NormedRows, write_token_ids
+from cheetah.models.dense.token_rows import Columns, NormedRows
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD, STATE_NORM
 from cheetah.models.drafter import LAYER, Drafter
 from cheetah.models.family import Packing
@@ -101,7 +101,6 @@ class MtpFamily(DrafterFamily):
         return _MEANING.get(tensor) or super().shape_meaning(tensor)
 
     def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
-        write_token_ids(weights.head_rows(config, matrices.ranks), config.vocab_size, packing)
         super().pack_weights(config, matrices, _as_packed(config, packing))
 
 

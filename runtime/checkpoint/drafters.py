@@ -81,8 +81,7 @@ def open_mtp(
         config = drafter_quantised(config, None, target.config)
         tensors = random_tensors(config)
         notes = ("the layer that drafts has random numbers, so few drafts will be right",)
-        ids = token_ids(None, config.vocab_size)
-        return Checkpoint(target.name, config, _with_ids(tensors, ids), tensors.rows, {}, None, None, {}, notes, None)
+        return Checkpoint(target.name, config, tensors, tensors.rows, {}, None, None, {}, notes, None)
     if name is None and target.folder is not None:
         return _opened_mtp(config, names, target.name, target.folder, target)
     with found_folder(name or target.name, revision, local_files_only) as folder:
@@ -112,8 +111,7 @@ def _opened_mtp(
     if quantization is not None:
         config = drafter_quantised(config, quantization, target.config)
     tensor, rows = _tensors_beside(folder, config, found, of_target, target, notes, quantization)
-    ids = token_ids(None, config.vocab_size)
-    return Checkpoint(name, config, _with_ids(tensor, ids), rows, {}, None, None, {}, tuple(notes), folder)
+    return Checkpoint(name, config, tensor, rows, {}, None, None, {}, tuple(notes), folder)
 
 
 def _plain_modules(found: Mapping[str, StoredTensor], of_target: Collection[str]) -> frozenset[str]:

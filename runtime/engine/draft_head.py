@@ -69,13 +69,15 @@ class FeatureStore:
 
 
 class DraftHead(DraftModel):
-    """Launches of a head over its own pool; see `DraftModel`."""
+    """Launches of a head over its own pool; see `DraftModel`. knows_all: whether it has logits of all tokens."""
 
     skipped, read_alone = 1, 4
 
-    def __init__(self, launcher: Launcher, solo: Launcher, store: FeatureStore, rounds: RoundLauncher) -> None:
+    def __init__(
+        self, launcher: Launcher, solo: Launcher, store: FeatureStore, rounds: RoundLauncher, knows_all: bool = False
+    ) -> None:
         super().__init__(launcher, solo, (), rounds)
-        self._store = store
+        self._store, self._knows_all = store, knows_all
 
     def keep(self, order: LaunchOrder, launch: Launch, starts: Sequence[int]) -> None:
         for number, (part, start) in enumerate(zip(order.parts, starts, strict=True)):
@@ -85,5 +87,6 @@ class DraftHead(DraftModel):
         sequence.length = len(one.ids) - self.skipped
 
     def _known_of(self, sampling: Sampling) -> Sampling:
-        """Filters and penalties ask for logits of all tokens, of which it has few: it drafts without."""
-        return replace(super()._known_of(sampling), filters=Filters(), penalties=Penalties())
+        """Filters and penalties ask for logits of all tokens: where it has few, it drafts without."""
+        known = super()._known_of(sampling)
+        return known if self._knows_all else replace(known, filters=Filters(), penalties=Penalties())

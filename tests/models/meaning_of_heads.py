@@ -36,7 +36,8 @@ class HeadReference(ABC):
     def __init__(self, config: ModelConfig, tensor: ReadTensor) -> None:
         self.config = config
         self.weights = {name: widen(tensor(name)) for name in family_of(config).tensor_shapes(config)}
-        self.token_ids = tensor(TOKEN_IDS)
+        knows_all = config.drafter is not None and config.drafter.joins_residual
+        self.token_ids = np.arange(config.vocab_size) if knows_all else tensor(TOKEN_IDS)
         self.head = self.weights[HEAD]
         self.reset()
 

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cheetah.generate import generate_kernel
 from cheetah.models.dense.weights import FINAL_NORM, STATE_NORM
 from cheetah.models.drafter import BESIDE, OFFSETS, TOKEN_IDS, plain_name, token_ids
 from cheetah.models.mtp import FC, drafter_of
 from cheetah.models.registry import family_of, read_drafter
 from cheetah.models.rounding import as_bf16
-from cheetah.models.sampling import sample
+from cheetah.models.sampling import Filters, sample
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.models.goldens import mtp
@@ -29,7 +30,7 @@ from tests.models.goldens.eagle3 import CONFIGS, HIDDEN, KNOWN, TARGET, VOCAB, f
 from tests.models.goldens.mtp import MTP, OF_EXPERTS
 from tests.models.meaning_of_heads import Eagle3Reference, HeadReference, MtpReference
 from tests.planted_text import planted
-from tests.program.rig import Rig, kept_kernel, relative_error
+from tests.program.rig import Rig, kept, kept_kernel, relative_error
 from tests.tiers import tiered
 from tests.tolerances import LOGITS
 
@@ -60,7 +61,6 @@ class MtpWeights(HeadWeights):
         self.features, self.tokens = mtp.features_of(), mtp.tokens_of()
         self.config = replace(drafter_of(mtp.TARGETS[name]), weight_formats=())
         drawn = {name: as_bf16(values) for name, values in mtp.weights_of(name).items()}
-        self.ids = token_ids(None, mtp.VOCAB)
         self.tensors = {plain_name(name.removeprefix(BESIDE)): values for name, values in drawn.items()}
         for name, merged in family_of(self.config).merged_tensors(self.config).items():
             whole, first = self.tensors[name].reshape(-1), 0
@@ -160,7 +160,8 @@ def differing(made: HeadSession, name: str, sampling: Sampling = Sampling(), dra
         spread = np.full((len(ids), VOCAB), -np.inf, np.float32)
         spread[:, reference.token_ids] = rows[-len(ids) :]
         places = enumerate(spread, len(tokens) + 1)
-        judged = [sample(one, sampling.temperature, sampling.seed, place) for place, one in places]
+        how = sampling.temperature, sampling.seed
+        judged = [sample(one, *how, place, sampling.filters) for place, one in places]
         if judged != ids:
             return float("inf")
     return worst
@@ -173,8 +174,12 @@ def test_a_head_goes_on_from_features_and_then_from_its_own_state(name: str, tok
 
 @pytest.mark.parametrize("name", ["safeai", MTP])
 def test_drafts_are_drawn_with_the_noise_of_the_tokens_that_they_are_for(name: str) -> None:
-    sampling = Sampling(temperature=0.9, seed=5)
-    assert differing(HeadSession(rig_of(name, 4), name, scheduler="random", seed=3), name, sampling) < LOGITS
+    """And, where all tokens are known, of those that are left of a filter."""
+    sampling, rig = Sampling(temperature=0.9, seed=5), rig_of("safeai", 4)
+    if name == MTP:
+        sampling = replace(sampling, temperature=3.0, filters=Filters(top_k=3))
+        rig = Rig(weights_named(name), generate=kept(generate_kernel), tokens=4, batch=2, page_size=16, blocks=3)
+    assert differing(HeadSession(rig, name, scheduler="random", seed=3), name, sampling) < LOGITS
 
 
 PLANTED = {
