@@ -32,7 +32,7 @@ from tests.runtime.test_draft_head import Meaning, as_meant, drafts_of_rounds
 from tests.runtime.test_draft_model import asked, drafted_in, ids_of
 from tests.runtime.test_speculation import LEAST_RATIO
 
-DRAFTS, ROUNDS, TOKENS = 3, 3, 30
+DRAFTS, ROUNDS, TOKENS = 3, 3, 20
 PROMPT = [number * 7 % 50 for number in range(21)]
 CONFIG = hybrid(1, 2, (0,), layers=2, heads=2, dims=128)
 OF_EXPERTS = Qwen35MoeConfig(**{**vars(CONFIG), "intermediate_size": 64, "routing": Routing(6, 2, shared=48)})
