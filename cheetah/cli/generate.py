@@ -95,7 +95,7 @@ def _choices(manifest: Manifest) -> Iterator[tuple[str, Any]]:
     launch = manifest.launch
     yield from ((field, value) for field, value in manifest.plan.items() if field != DECODING)
     yield "launch", f"{launch.blocks} blocks of {launch.threads} threads, {launch.shared_bytes} bytes shared"
-    yield "weights a step", f"{manifest.weight_bytes / 1e9:.3f} GB"
+    yield "weights read", f"{manifest.weight_bytes / 1e9:.3f} GB"
 
 
 def _write_cubin(shown: Console, generated: Generated, path: Path, compiler: str) -> None:

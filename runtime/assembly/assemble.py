@@ -172,13 +172,13 @@ def _built(
         with options.watch("wait for compilers, load kernels"):
             awaited = next(name for name in FIRST_LAUNCHED if name in made)
             codes = {name: one.kernel(name == awaited) for name, one in made.items()}
+        is_emulated = gpu_named(manifest.gpu["name"]).emulated
+        timeout_s = GPU_TIMEOUT_S if options.timeout_s is None and not is_emulated else options.timeout_s
+        launchers = _launchers(device, weights.config, made, codes, timeout_s)
+        return Assembly(manifest, *launchers, memory, buffers, device, owns_device=False)
     except BaseException:
         free_all(buffers)
         raise
-    is_emulated = gpu_named(manifest.gpu["name"]).emulated
-    timeout_s = GPU_TIMEOUT_S if options.timeout_s is None and not is_emulated else options.timeout_s
-    launchers = _launchers(device, weights.config, made, codes, timeout_s)
-    return Assembly(manifest, *launchers, memory, buffers, device, owns_device=False)
 
 
 def _handoff(device: Device, config: ModelConfig, made: Assembly, drafts: ModelConfig) -> LoadedKernel:
