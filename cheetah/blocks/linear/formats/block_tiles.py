@@ -11,7 +11,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import LANE_LOADS
-from cheetah.blocks.linear.fragments import Activations, Fragments, WholeRead
+from cheetah.blocks.linear.fragments import Activations, WholeRead
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import LOT_BLOCKS, LOT_COUNT_AT, LOT_LINE_BYTES, BlockRows, BlockTiles
 from cheetah.plan.index import ceil_div
@@ -41,19 +41,10 @@ class BlockFragments(WholeRead):
                 prim.mma_bf16(sums[group], high, values.z, values.w)
 
 
-class LotFragments(Fragments):
+class LotFragments(WholeRead):
     """Lots of an M-tile's blocks, whichever these are."""
 
     format: BlockRows
-
-    @ch.inline
-    def declare(self) -> None:
-        lot = self.stage.address
-        have_read = ch.var(ty.u32, 0)
-        self.lot, self.have_read = lot, have_read
-
-    def finish_chunk(self) -> None:
-        self.stage.has_read(self.have_read)
 
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         raise NotImplementedError("all warps share a lot: see multiply_share")
@@ -68,10 +59,10 @@ class LotFragments(Fragments):
 
         Whatever a lot may have is loaded before it is known how many blocks it has: what lies behind the last one is of
         a lot before, and meets nothing."""
-        about = ch.const(ty.u32, about_lot(self.lot), name="about")
+        about = ch.const(ty.u32, about_lot(self.tiles), name="about")
         self.have_read ^= about
-        numbers = ch.reinterpret(ty.ptr(ty.u16), self.lot)
-        fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.lot + LOT_LINE_BYTES)
+        numbers = ch.reinterpret(ty.ptr(ty.u16), self.tiles)
+        fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.tiles + LOT_LINE_BYTES)
         units, loaded = activations.units, []
         for turn in range(ceil_div(LOT_BLOCKS, warps)):
             block = ch.const(ty.u32, warp + turn * warps, name="block")
