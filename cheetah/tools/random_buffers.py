@@ -39,7 +39,7 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
     fills = {"norms": ones, "norms_behind": ones, "head_norms": ones}
     fills |= {name: tile for name in buffers if name.endswith("biases") or name in ("sinks", "router_rows")}
-    if (heads := config.shape.delta) is not None:  # most of what is remembered is kept
+    if (heads := config.shape.of_rank(manifest.world_size).delta) is not None:  # most of what is remembered is kept
         rates, biases = (np.full(heads.value_heads, number, np.float32) for number in (0.5, -3.0))
         numbers = np.concatenate([rates, biases, np.ones(DIMS, np.float32)])
         fills |= {"delta_taps": tile, "delta_numbers": numbers.view(np.uint16)}

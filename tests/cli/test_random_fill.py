@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cheetah.generate import generate_kernel
+from cheetah.generate import choose_plan, describe_kernel, generate_kernel
 from cheetah.models.formats import is_sparse_name, unpack_matrix
 from cheetah.models.formats.quantized import QuantizedRows
 from cheetah.models.registry import family_of, resolve_config
 from cheetah.models.rounding import widen
 from cheetah.plan import Plan, gpu_named, step_matrices
 from cheetah.plan.formats import BF16
+from cheetah.plan.gpu import together
 from cheetah.tools.random_buffers import fill_random
 from tests.program.layer_kinds import behind
 from tests.program.test_families import qwen2, qwen3
+from tests.program.test_hybrids import hybrid
 
 
 @dataclass
@@ -66,3 +68,16 @@ def test_every_vector_is_filled() -> None:
         fill_random(config, manifest, buffers)
         for name in family_of(config).model_buffers(config):
             assert not (buffers[name].data == 0xFF).all(), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_rank_has_the_numbers_of_its_value_heads(ranks: int) -> None:
+    """Of every layer: rates of forgetting, which grow what is remembered where they are negative, biases, a norm."""
+    config = replace(hybrid(2, 3, (0, 1), layers=3, heads=6, dims=128), hidden_size=64, intermediate_size=64)
+    gpu = together(gpu_named("emulator-2"), ranks)
+    manifest = describe_kernel(config, gpu, choose_plan(config, gpu))
+    buffers: dict[str, Any] = {buffer.name: Bytes(buffer.bytes) for buffer in manifest.buffers}
+    fill_random(config, manifest, buffers)
+    own = 6 // ranks
+    found = buffers["delta_numbers"].data.view(np.float32).reshape(len(config.delta_layers), -1)
+    assert (found == np.repeat([0.5, -3.0, 1.0], [own, own, 128])).all()
